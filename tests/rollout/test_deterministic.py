@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import scenarios
+from scenarios import Scenario, in_scenario
 
 from tlt_jax.rollout.scheduler import deterministic, driver
 from tlt_jax.rollout.scheduler.deterministic import DealtQueue
 from tlt_jax.rollout.scheduler.planner import Planner
-from tlt_jax.simulate import scenarios, simulator
-from tlt_jax.simulate.scenarios import Scenario
-from tlt_jax.simulate.simulator import in_scenario
+from tlt_jax.simulate import simulator
 from tlt_jax.spec_decode.strategy import PLAIN, parse
 from tlt_jax.tuner import goodput
 from tlt_jax.tuner.interface import Measurement
@@ -59,16 +59,16 @@ def test_the_cost_table_depends_only_on_the_shape_and_the_rounds():
 
 def decided(noise: int, is_in_order: bool) -> list[str]:
     """Decisions of a rollout in three groups, on a machine whose jitter, stalls and bursts have this seed."""
-    lengths, tuner = simulator.long_tailed(600), goodput.goodput(ARMS, node_cost=NODE)
+    lengths, tuner = scenarios.long_tailed(600), goodput.goodput(ARMS, node_cost=NODE)
     programs = in_scenario(
         Scenario(scenarios.gpu, 0.6, seed=noise, stalls=0.2, bursts=noise > 0), lengths
     )
     trees = Scenario(scenarios.gpu, 0.6, seed=0).trees  # acceptance does not depend on the noise
     programs.acceptance = trees
-    request = simulator.request([64] * 18, 4, 600, seed=5, capacity=12)
+    request = scenarios.request([64] * 18, 4, 600, seed=5, capacity=12)
     compile_cost = deterministic.cost_table(NODE) if is_in_order else None
     shared = Planner((1, 4, 12), (256, 512, 1024), tuner)
-    contexts = simulator.contexts(programs, request, shared, groups=3)
+    contexts = scenarios.contexts(programs, request, shared, groups=3)
     if is_in_order:
         contexts = [
             replace(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import scenarios
 
 from tests import references
 from tlt_jax.rollout.idle import coordinator
 from tlt_jax.rollout.idle.coordinator import Ended, Expected, Finished, Mode, Start, Stop
 from tlt_jax.rollout.idle.expected_time import ExpectedTime, Lengths
 from tlt_jax.rollout.scheduler.state import GroupState, Running
-from tlt_jax.simulate import simulator
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.tuner.interface import Measurement
 
@@ -49,7 +49,7 @@ def test_lengths_added_one_by_one_give_the_result_of_the_plain_reference():
 
 
 def test_expected_seconds_are_those_of_the_row_that_takes_longest():
-    request = simulator.request([4], 8, 100, seed=0, capacity=4)
+    request = scenarios.request([4], 8, 100, seed=0, capacity=4)
     states = {
         0: GroupState(rows=(Running(0, 14, 104), None)),  # 10 tokens answered
         1: GroupState(rows=(Running(1, 24, 104), Running(2, 4, 104))),  # 20, and none
@@ -99,7 +99,7 @@ class Row(Running):
 
 def test_the_expected_time_of_a_thousand_groups_reads_only_what_is_new():
     """64,000 answers: known answers and unchanged rows are not read again."""
-    request = simulator.request([4], GROUPS * ROWS, LIMIT, seed=0, capacity=ROWS)
+    request = scenarios.request([4], GROUPS * ROWS, LIMIT, seed=0, capacity=ROWS)
     earlier = np.random.default_rng(0).integers(1, LIMIT, GROUPS * ROWS).tolist()
     expected = ExpectedTime(request, earlier)
     rows = [tuple(Row(group * ROWS + row, 4 + row, 4 + LIMIT) for row in range(ROWS)) for group in range(GROUPS)]  # fmt: skip

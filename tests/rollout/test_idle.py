@@ -9,15 +9,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import scenarios
+from scenarios import Scenario, in_scenario
 
 from tlt_jax.rollout.events import Dispatched, Retired, WentIdle
 from tlt_jax.rollout.idle.driver import IdleDriver
 from tlt_jax.rollout.scheduler import driver
 from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.rollout.scheduler.state import GroupState
-from tlt_jax.simulate import scenarios, simulator
-from tlt_jax.simulate.scenarios import Scenario
-from tlt_jax.simulate.simulator import in_scenario
+from tlt_jax.simulate import simulator
 from tlt_jax.tuner import fixed
 
 PIECE = 0.013  # seconds
@@ -60,15 +60,15 @@ class Work:
 
 
 def request(seed=0):
-    return simulator.request([64] * 12, 4, 1200, seed=seed, rounds=16, in_flight=2, capacity=16)
+    return scenarios.request([64] * 12, 4, 1200, seed=seed, rounds=16, in_flight=2, capacity=16)
 
 
 def play(work=None, least=0.0, expected=lambda: math.inf, seed=0, **rest):
     """A rollout with or without idle work: result, driver, work, looks."""
-    programs = in_scenario(Scenario(scenarios.gpu, 0.7), simulator.long_tailed(1200))
+    programs = in_scenario(Scenario(scenarios.gpu, 0.7), scenarios.long_tailed(1200))
     work = work and work(programs, **rest)
     planner, looks = Planner((1, 2, 4, 8, 16), (2048,), fixed.fixed("off")), []
-    contexts = simulator.contexts(programs, request(seed), planner, GROUPS)
+    contexts = scenarios.contexts(programs, request(seed), planner, GROUPS)
     rollout = driver.start(contexts, [looks.append], clock=programs.clock)
     background = IdleDriver(rollout, work, 5, GROUPS, least, expected) if work else None
     result = simulator.simulate(rollout, programs, background)
@@ -159,7 +159,7 @@ def test_an_error_ends_the_work_of_its_group_only():
 
 def test_a_pieces_seconds_are_bounded_by_two_polls_and_the_lower_bound_excludes_a_stall_of_the_host():
     """The clock jumps to just before each piece is done; then the host is busy for seconds, lowering a program."""
-    programs = in_scenario(Scenario(scenarios.gpu, 0.7), simulator.long_tailed(1200))
+    programs = in_scenario(Scenario(scenarios.gpu, 0.7), scenarios.long_tailed(1200))
     work, clock = Work(programs), programs.clock
     idle = SimpleNamespace(
         clock=clock,

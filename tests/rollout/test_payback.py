@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import scenarios
 from pairwise import marked
+from scenarios import Scenario, ScenarioCosts, in_scenario
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.rollout.executables.compile_cost import relative
@@ -13,9 +15,7 @@ from tlt_jax.rollout.scheduler import driver
 from tlt_jax.rollout.scheduler.payback import CAUTION, LEAST, Payback
 from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.rollout.scheduler.state import GroupView
-from tlt_jax.simulate import scenarios, simulator
-from tlt_jax.simulate.scenarios import Scenario
-from tlt_jax.simulate.simulator import ScenarioCosts, in_scenario
+from tlt_jax.simulate import simulator
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner import cost_model, fixed, goodput
 from tlt_jax.tuner.interface import Cell
@@ -117,16 +117,16 @@ def whole_run(
 ):
     """(seconds of a run of `rollouts` rollouts with its compilations, its compiled chunks)."""
     scenario = scenario or Scenario(scenarios.cpu, 0.75)
-    programs = in_scenario(scenario, simulator.long_tailed(600), seconds_of(unit))
+    programs = in_scenario(scenario, scenarios.long_tailed(600), seconds_of(unit))
     programs.costs = Loading(scenario, loading)
     payback, state = Payback(), None
     for step in range(rollouts):
-        request = simulator.request(
+        request = scenarios.request(
             [64] * 12, 4, 600, seed=step, capacity=48 // groups, rounds=16, in_flight=2
         )
         payback.begin(rollouts - step - 1, len(request.keys))
         planner = Planner(batches, SLOTS, tuner, state, payback, 664, groups)
-        contexts = simulator.contexts(programs, request, planner, groups, catches_up=drafters)
+        contexts = scenarios.contexts(programs, request, planner, groups, catches_up=drafters)
         rollout = driver.start(contexts, clock=programs.clock)
         simulator.simulate(rollout, programs)
         state = tuner.update_prior(planner.state)
@@ -241,10 +241,10 @@ def test_a_fixed_policy_gets_its_strategy_at_any_compile_cost():
 
 
 def test_without_compile_costs_every_bucket_is_the_smallest_that_fits():
-    programs = in_scenario(Scenario(scenarios.cpu, 0.7), simulator.long_tailed(600))
-    request = simulator.request([64] * 12, 4, 600, seed=0, capacity=48)
+    programs = in_scenario(Scenario(scenarios.cpu, 0.7), scenarios.long_tailed(600))
+    request = scenarios.request([64] * 12, 4, 600, seed=0, capacity=48)
     planner = Planner(BATCHES, SLOTS, fixed.fixed(PLAIN))
-    rollout = driver.start(simulator.contexts(programs, request, planner), clock=programs.clock)
+    rollout = driver.start(scenarios.contexts(programs, request, planner), clock=programs.clock)
     result = simulator.simulate(rollout, programs)
     assert {one.batch for one in result.measurements} == set(BATCHES)
 

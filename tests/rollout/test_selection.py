@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+import scenarios
+from scenarios import Scenario, in_scenario
 
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.distributed.ending import POLL_S
@@ -22,9 +24,7 @@ from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.rollout.scheduler.queue import WorkQueue
 from tlt_jax.rollout.selecting import Selecting
 from tlt_jax.rollout.selection import Choice, Chooser, Selection
-from tlt_jax.simulate import scenarios, simulator
-from tlt_jax.simulate.scenarios import Scenario
-from tlt_jax.simulate.simulator import in_scenario
+from tlt_jax.simulate import simulator
 from tlt_jax.tuner import goodput
 
 WINDOW, SAMPLES, KEEP = 24, 4, 6
@@ -159,7 +159,7 @@ class Messages(LocalBoard):
 def machine(noise: int = 0):
     """Programs of a machine whose jitter has this seed; acceptance does not depend on it."""
     programs = in_scenario(
-        Scenario(scenarios.gpu, 0.6, seed=noise, stalls=0.2 if noise else 0.0), simulator.long_tailed(600)
+        Scenario(scenarios.gpu, 0.6, seed=noise, stalls=0.2 if noise else 0.0), scenarios.long_tailed(600)
     )  # fmt: skip
     programs.acceptance = Scenario(scenarios.gpu, 0.6, seed=0).trees
     return programs
@@ -173,7 +173,7 @@ class Played:
     ):  # fmt: skip
         programs, board = machine(noise), Messages()
         self.programs, self.clock, self.board = programs, programs.clock, board
-        request = simulator.request([64] * WINDOW, SAMPLES, 600, seed=5, capacity=capacity)
+        request = scenarios.request([64] * WINDOW, SAMPLES, 600, seed=5, capacity=capacity)
         tuner, count = goodput.goodput(ARMS, node_cost=NODE), groups * processes
         self.scores = [Scores(scores, programs, delay, noise + one) for one in range(processes)]
         self.selecting = [
@@ -185,7 +185,7 @@ class Played:
             bound = lambda selecting=selecting: selecting.bound  # noqa: E731
             queue = WorkQueue(board, "s", WINDOW, SAMPLES, bound)
             table = deterministic.cost_table(NODE) if in_waves else None
-            contexts = simulator.contexts(programs, request, Planner(BATCHES, SLOTS, tuner), count)
+            contexts = scenarios.contexts(programs, request, Planner(BATCHES, SLOTS, tuner), count)
             contexts = [
                 replace(
                     one,
@@ -250,9 +250,9 @@ class Played:
 def everything() -> dict[int, list[int]]:
     """All answers to all prompts, of a rollout that selects none."""
     programs = machine()
-    request = simulator.request([64] * WINDOW, SAMPLES, 600, seed=5, capacity=8)
+    request = scenarios.request([64] * WINDOW, SAMPLES, 600, seed=5, capacity=8)
     planner = Planner(BATCHES, SLOTS, goodput.goodput(ARMS, node_cost=NODE))
-    contexts = simulator.contexts(programs, request, planner, 2)
+    contexts = scenarios.contexts(programs, request, planner, 2)
     result = simulator.simulate(driver.start(contexts, clock=programs.clock), programs)
     return {one.uid: one.tokens.tolist() for one in result.completions}
 
@@ -339,9 +339,9 @@ def test_groups_work_while_they_wait_for_prompts_and_decode_on_when_they_get_som
     scores, programs = scores_of(2, 0.3), machine()
     judge, work, looks = Scores(scores, programs, 20.0), Work(programs), []
     selecting = Selecting(Selection(KEEP, judge.new), WINDOW, SAMPLES, False, LocalBoard(), "s")
-    request = simulator.request([64] * WINDOW, SAMPLES, 600, seed=5, capacity=8)
+    request = scenarios.request([64] * WINDOW, SAMPLES, 600, seed=5, capacity=8)
     planner = Planner(BATCHES, SLOTS, goodput.goodput(ARMS, node_cost=NODE))
-    contexts = simulator.contexts(programs, request, planner, 2, selecting=selecting)
+    contexts = scenarios.contexts(programs, request, planner, 2, selecting=selecting)
     listeners, finish = [selecting.listen, looks.append], selecting.finished(judge.finished)
     rollout = driver.start(contexts, listeners, finish, programs.clock)
     background = IdleDriver(rollout, work, 0, 2, 0.0, lambda: math.inf)

@@ -9,7 +9,9 @@ from functools import partial
 
 import numpy as np
 import pytest
+import scenarios
 import toys
+from scenarios import Scenario, ScenarioCosts, ScenarioPrograms, in_scenario
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.rollout.buckets import doubling
@@ -27,15 +29,9 @@ from tlt_jax.rollout.scheduler import driver, payback
 from tlt_jax.rollout.scheduler.harvest import Harvest
 from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.rollout.scheduler.state import GroupView
-from tlt_jax.simulate import decoding, round_costs, scenarios, simulator
-from tlt_jax.simulate.scenarios import Scenario, Trees
-from tlt_jax.simulate.simulator import (
-    Marker,
-    ScenarioCosts,
-    SimulatedPrograms,
-    VirtualClock,
-    in_scenario,
-)
+from tlt_jax.simulate import decoding, simulator
+from tlt_jax.simulate.simulator import Marker, VirtualClock, noiseless_seconds
+from tlt_jax.simulate.trees import Trees
 from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner import fixed, goodput
@@ -56,7 +52,7 @@ def by_hand(program, rounds, at):
 
 def counted(*lengths, costs=by_hand):
     """Programs of sequences with these lengths, by uid."""
-    return SimulatedPrograms(
+    return ScenarioPrograms(
         costs,
         scenarios.Scenario(scenarios.gpu, 0.5).trees,
         lambda key: lengths[key[1]],
@@ -77,13 +73,13 @@ def run(
 ):
     """(result, state of the tuner) of a simulated rollout."""
     planner = Planner(batches, slots, tuner or fixed.fixed("off"), state)
-    contexts = simulator.contexts(programs, request, planner, groups)
+    contexts = scenarios.contexts(programs, request, planner, groups)
     rollout = driver.start(contexts, listeners, clock=programs.clock)
     return simulator.simulate(rollout, programs), planner.state
 
 
 def long_tail(seed=0, rounds=16, in_flight=2, capacity=48):
-    return simulator.request(
+    return scenarios.request(
         [64] * 12, 4, LONGEST, seed=seed, rounds=rounds, in_flight=in_flight, capacity=capacity
     )
 
@@ -96,7 +92,7 @@ def answers(result):
 
 
 def test_every_sequence_ends_with_its_drawn_length_or_at_its_limit():
-    lengths, request = simulator.long_tailed(2000), long_tail()
+    lengths, request = scenarios.long_tailed(2000), long_tail()
     result, _ = run(in_scenario(Scenario(scenarios.gpu, 0.7), lengths), request, fixed.fixed(TREE))
     drawn = [lengths(key) for key in request.keys]
     assert [len(one.tokens) for one in result.completions] == [
@@ -109,7 +105,7 @@ def test_every_sequence_ends_with_its_drawn_length_or_at_its_limit():
 
 
 def test_a_sequence_that_ends_at_its_limit_has_stopped_and_a_longer_one_is_cut():
-    result, _ = run(counted(3, 4, 5), simulator.request([5], 3, 4, seed=0, capacity=3))
+    result, _ = run(counted(3, 4, 5), scenarios.request([5], 3, 4, seed=0, capacity=3))
     assert [(len(one.tokens), one.finish) for one in result.completions] == [
         (3, "stop"),
         (4, "stop"),
@@ -126,7 +122,7 @@ SCHEDULES = [
 
 def emitted(schedule):
     """The answers under a schedule: its groups hold fewer rows."""
-    programs = in_scenario(Scenario(scenarios.cpu, 0.7), simulator.long_tailed(LONGEST))
+    programs = in_scenario(Scenario(scenarios.cpu, 0.7), scenarios.long_tailed(LONGEST))
     request = long_tail(capacity=48 // (1 + schedule.get("groups", 1)), rounds=5 + len(schedule))
     return answers(run(programs, request, **schedule)[0])
 
@@ -145,7 +141,7 @@ def test_what_a_sequence_emits_depends_on_no_strategy_group_or_bucket(monkeypatc
 def test_rounds_accept_the_same_of_a_sequence_in_any_rows_and_groups():
     rounds = []
     for groups, batches in ((1, BATCHES), (1, (48,)), (3, BATCHES)):
-        programs = in_scenario(Scenario(scenarios.gpu, 0.7), simulator.long_tailed(LONGEST))
+        programs = in_scenario(Scenario(scenarios.gpu, 0.7), scenarios.long_tailed(LONGEST))
         result, _ = run(programs, long_tail(), fixed.fixed(TREE), batches=batches, groups=groups)
         rounds.append(sum(one.row_rounds for one in result.measurements))
     assert len(set(rounds)) == 1
@@ -154,7 +150,7 @@ def test_rounds_accept_the_same_of_a_sequence_in_any_rows_and_groups():
 def test_a_rollout_is_a_function_of_its_seeds():
     def rollout_of(seed, noise):
         programs = in_scenario(
-            Scenario(scenarios.gpu, 0.6, seed=noise), simulator.long_tailed(LONGEST)
+            Scenario(scenarios.gpu, 0.6, seed=noise), scenarios.long_tailed(LONGEST)
         )
         result, state = run(programs, long_tail(seed), goodput.goodput(SHIPPED), groups=2)
         return answers(result), repr(result.spans), repr(result.decisions), state
@@ -166,7 +162,7 @@ def test_a_rollout_is_a_function_of_its_seeds():
 
 def test_reports_count_what_verification_counts():
     result, _ = run(
-        in_scenario(Scenario(scenarios.gpu, 0.7), simulator.long_tailed(LONGEST)),
+        in_scenario(Scenario(scenarios.gpu, 0.7), scenarios.long_tailed(LONGEST)),
         long_tail(),
         fixed.fixed(TREE),
     )
@@ -225,7 +221,7 @@ def test_decisions_and_counts_equal_those_of_real_programs_with_the_same_answers
         tuple(request.keys[one.uid]): len(one.tokens) + (one.finish == "length")
         for one in real.completions
     }
-    programs = SimulatedPrograms(by_hand, certain, lambda key: ends[tuple(key)], VirtualClock())
+    programs = ScenarioPrograms(by_hand, certain, lambda key: ends[tuple(key)], VirtualClock())
     result, _ = run(programs, request, fixed.fixed(strategy), **buckets)
     assert repr(result.decisions) == repr(real.decisions)  # nan != nan
     assert [(one.kind, one.batch) for one in result.spans] == [
@@ -247,7 +243,7 @@ def test_decisions_and_counts_equal_those_of_real_programs_with_the_same_answers
 
 def plain_seconds(programs):
     """Two rows, three sequences: chunks of 3 rounds (one ends, another waits), 2, and 4."""
-    request = simulator.request([5], 3, 20, seed=0, rounds=4, in_flight=1, capacity=2)
+    request = scenarios.request([5], 3, 20, seed=0, rounds=4, in_flight=1, capacity=2)
     return run(programs, request, batches=(2,), slots=(64,))[0]
 
 
@@ -271,7 +267,7 @@ def test_programs_that_do_not_wait_for_earlier_ones_are_detected(monkeypatch):
         heapq.heappush(self.due, (start + self.costs(program, rounds, start), program.group))
         return Marker(self.clock, start + self.costs(program, rounds, start))
 
-    monkeypatch.setattr(SimulatedPrograms, "dispatch", dispatch)
+    monkeypatch.setattr(ScenarioPrograms, "dispatch", dispatch)
     assert plain_seconds(counted(3, 9, 2)).stats["seconds"] < 12.25
 
 
@@ -282,7 +278,7 @@ def test_two_groups_take_as_long_as_the_slower_one_which_steals():
         spent[program.group] += by_hand(program, rounds, at)
         return by_hand(program, rounds, at)
 
-    request = simulator.request([5, 5], 4, 50, seed=0, rounds=4, in_flight=1, capacity=2)
+    request = scenarios.request([5, 5], 4, 50, seed=0, rounds=4, in_flight=1, capacity=2)
     result, _ = run(
         counted(40, 40, 40, 40, 4, 4, 4, 4, costs=costs),
         request,
@@ -304,10 +300,10 @@ def test_two_groups_take_as_long_as_the_slower_one_which_steals():
 
 def test_a_clock_that_jumps_gives_the_results_of_one_that_waits():
     def rollout_with(wait):
-        programs = in_scenario(Scenario(scenarios.cpu, 0.8), simulator.long_tailed(LONGEST))
+        programs = in_scenario(Scenario(scenarios.cpu, 0.8), scenarios.long_tailed(LONGEST))
         planner = Planner(BATCHES, SLOTS, fixed.fixed(TREE))
         rollout = driver.start(
-            simulator.contexts(programs, long_tail(), planner, 2), clock=programs.clock
+            scenarios.contexts(programs, long_tail(), planner, 2), clock=programs.clock
         )
         return driver.run(rollout) if wait else simulator.simulate(rollout, programs)
 
@@ -318,7 +314,7 @@ def test_a_clock_that_jumps_gives_the_results_of_one_that_waits():
 
 def test_measurements_are_exact_when_every_event_is_polled(monkeypatch):
     def uncertainties():
-        programs = in_scenario(Scenario(scenarios.gpu, 0.6), simulator.long_tailed(LONGEST))
+        programs = in_scenario(Scenario(scenarios.gpu, 0.6), scenarios.long_tailed(LONGEST))
         run(programs, long_tail(), groups=2)
         return [one.uncertainty for one in run(programs, long_tail(), groups=2)[0].measurements]
 
@@ -329,9 +325,9 @@ def test_measurements_are_exact_when_every_event_is_polled(monkeypatch):
 
 def test_compiling_a_program_takes_the_host_its_seconds_once():
     programs = in_scenario(
-        Scenario(scenarios.gpu, 0.6), simulator.long_tailed(LONGEST), lambda program: 3.0
+        Scenario(scenarios.gpu, 0.6), scenarios.long_tailed(LONGEST), lambda program: 3.0
     )
-    free = in_scenario(Scenario(scenarios.gpu, 0.6), simulator.long_tailed(LONGEST))
+    free = in_scenario(Scenario(scenarios.gpu, 0.6), scenarios.long_tailed(LONGEST))
     play = partial(run, groups=2, batches=(48,), slots=(1024,))
     (paid, _), (fast, _) = (play(one, long_tail()) for one in (programs, free))
     total, extra = sum(programs.compiled.values()), paid.stats["seconds"] - fast.stats["seconds"]
@@ -349,7 +345,7 @@ def test_compiling_a_program_takes_the_host_its_seconds_once():
 def test_programs_that_end_while_the_host_compiles_for_another_group_are_read_at_once():
     programs = counted(8, 4)
     programs.compiling = lambda program: 10.0 * (isinstance(program, Decode) and program.group == 1)
-    request = simulator.request([5, 5], 1, 50, seed=0, rounds=4, in_flight=1, capacity=1)
+    request = scenarios.request([5, 5], 1, 50, seed=0, rounds=4, in_flight=1, capacity=1)
     result, _ = run(programs, request, batches=(1,), slots=(64,), groups=2)
     ends = [(one.group, one.kind, one.end) for one in result.spans if one.kind == "decode"]
     assert ends == [(0, "decode", 10.0), (0, "decode", 14.0), (1, "decode", 14.0)]
@@ -374,9 +370,7 @@ EXPECTED = [
     ("program", "rounds", "milliseconds"), EXPECTED, ids=lambda one: type(one).__name__
 )
 def test_a_scenario_gives_the_cost_of_every_program(program, rounds, milliseconds):
-    assert round_costs.noiseless_seconds(round_cost, program, rounds) == pytest.approx(
-        milliseconds / 1e3
-    )
+    assert noiseless_seconds(round_cost, program, rounds) == pytest.approx(milliseconds / 1e3)
     quiet, loaded = (
         ScenarioCosts(Scenario(round_cost, 0.5, stalls=0.0, bursts=bursts))
         for bursts in (False, True)
@@ -392,7 +386,7 @@ def test_a_scenario_gives_the_cost_of_every_program(program, rounds, millisecond
 
 def predicted_over_measured(scenario, costs=None):
     """Predicted over measured speed of unmoved plain chunks, by a tuner that knows the costs."""
-    programs = in_scenario(scenario, simulator.long_tailed(LONGEST))
+    programs = in_scenario(scenario, scenarios.long_tailed(LONGEST))
     programs.costs = costs or programs.costs
     result, _ = run(programs, long_tail(in_flight=1), scenarios.oracle(scenario, []), groups=2)
     joined = {(one.group, one.predicted) for one in result.decisions if one.joining}
@@ -422,10 +416,10 @@ def test_predicted_speeds_are_exact_without_noise_and_wrong_with_another_buckets
 
 def decoded(scenario, tuner, rollouts, seed=0, state=None, in_flight=2):
     """(state, results) of some rollouts in two groups, with an update of the weights after each."""
-    programs, results = in_scenario(scenario, simulator.long_tailed(1200)), []
+    programs, results = in_scenario(scenario, scenarios.long_tailed(1200)), []
     state = tuner.init() if state is None else state
     for number in range(rollouts):
-        request = simulator.request(
+        request = scenarios.request(
             [64] * 12, 4, 1200, seed=100 * seed + number, capacity=32, in_flight=in_flight
         )
         result, state = run(programs, request, tuner, state, groups=2)
@@ -497,8 +491,8 @@ def test_windows_of_ended_sequences_are_harvested_at_the_cost_of_a_copy():
         return by_hand(program, rounds, at)
 
     programs = counted(3, 70, 5, costs=costs)
-    request = simulator.request([5], 3, 100, seed=0, capacity=2, in_flight=1)
-    contexts = simulator.contexts(programs, request, Planner((2,), SLOTS, fixed.fixed("off")))
+    request = scenarios.request([5], 3, 100, seed=0, capacity=2, in_flight=1)
+    contexts = scenarios.contexts(programs, request, Planner((2,), SLOTS, fixed.fixed("off")))
     contexts = [replace(one, harvester=Whole()) for one in contexts]
     rollout = driver.start(contexts, [lambda look: found.extend(look.events)], clock=programs.clock)
     simulator.simulate(rollout, programs)
@@ -508,8 +502,8 @@ def test_windows_of_ended_sequences_are_harvested_at_the_cost_of_a_copy():
 
 
 def test_a_stopped_rollout_returns_its_partial_sequences():
-    programs = in_scenario(Scenario(scenarios.gpu, 0.6), simulator.long_tailed(LONGEST))
-    contexts = simulator.contexts(
+    programs = in_scenario(Scenario(scenarios.gpu, 0.6), scenarios.long_tailed(LONGEST))
+    contexts = scenarios.contexts(
         programs, long_tail(capacity=16), Planner(BATCHES, SLOTS, fixed.fixed(TREE)), 2
     )
     rollout = driver.start(
@@ -517,7 +511,7 @@ def test_a_stopped_rollout_returns_its_partial_sequences():
     )
     result = simulator.simulate(rollout, programs)
     whole, _ = run(
-        in_scenario(Scenario(scenarios.gpu, 0.6), simulator.long_tailed(LONGEST)), long_tail()
+        in_scenario(Scenario(scenarios.gpu, 0.6), scenarios.long_tailed(LONGEST)), long_tail()
     )
     full = {one.uid: one.tokens.tolist() for one in whole.completions}
     assert rollout.is_done() and result.stats["seconds"] < 5
@@ -533,7 +527,7 @@ def test_a_chunk_that_overfills_its_cache_is_detected(monkeypatch):
     with pytest.raises(ValueError, match="in a cache of 64"):
         run(
             counted(100),
-            simulator.request([5], 1, 200, seed=0, capacity=1),
+            scenarios.request([5], 1, 200, seed=0, capacity=1),
             batches=(1,),
             slots=(64, 256),
         )
@@ -555,7 +549,7 @@ def random_scenario(seed: int):
     limit = int(draw.choice([16, 200, 900]))
     prompts = draw.integers(2, 60, int(draw.integers(1, 7))).tolist()
     slots = tuple(doubling(first, max(first, limit + max(prompts))))
-    request = simulator.request(
+    request = scenarios.request(
         prompts,
         int(draw.integers(1, 5)),
         limit,
@@ -567,7 +561,7 @@ def random_scenario(seed: int):
     seconds = float(draw.choice([0.0, 0.01, 3.0]))  # of compiling
     programs = in_scenario(
         Scenario(scenarios.gpu, float(draw.uniform(0, 0.95)), seed=seed),
-        simulator.long_tailed(limit + 20),
+        scenarios.long_tailed(limit + 20),
         lambda _: seconds,
     )
     rest = payback.Payback()
@@ -588,7 +582,7 @@ def test_every_chunk_has_rounds_and_every_rollout_ends(seed):
         assert all(one.rounds >= 1 for one in decided[-4:]), "a chunk without rounds"
 
     planner = Planner((1, 4, 16), slots, tuner, None, rest, groups=groups)
-    contexts = simulator.contexts(programs, request, planner, groups)
+    contexts = scenarios.contexts(programs, request, planner, groups)
     rollout = driver.start(contexts, [watched], clock=programs.clock)
     result = simulator.simulate(rollout, programs)
     assert len(result.completions) == len(request.keys)
@@ -596,4 +590,4 @@ def test_every_chunk_has_rounds_and_every_rollout_ends(seed):
 
 def test_a_rollout_that_waits_without_a_running_program_is_detected():
     with pytest.raises(RuntimeError, match="no program runs"):
-        run(counted(9, costs=lambda *_: math.inf), simulator.request([5], 1, 9, seed=0, capacity=1))
+        run(counted(9, costs=lambda *_: math.inf), scenarios.request([5], 1, 9, seed=0, capacity=1))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.rollout.executables.programs import Decode, StateShape
-from tlt_jax.simulate import decoding, scenarios
+from tlt_jax.simulate import decoding, trees as drafting
 from tlt_jax.simulate.decoding import Rows
 from tlt_jax.spec_decode.decode_state import RUNNING, STOPPED
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
@@ -61,7 +61,7 @@ def test_a_chunk_equals_the_loop_over_its_rounds(seed):
     min_live, most = int(random.integers(1, 1 + rows.live.sum())), int(random.choice([4, 1 << 30]))
     trees = None
     if strategy != PLAIN:
-        trees = scenarios.drafts(seed, 50, 0.7, 1.0, strategy)
+        trees = drafting.drafts(seed, 50, 0.7, 1.0, strategy)
     after, report = decoding.decode_chunk(lambda _: trees, program, rows, min_live, most)
     rounds, counts, row_rounds, live, hits, scores = round_by_round(
         trees, program, rows, min_live, most

@@ -6,7 +6,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import scenarios
 import test_simulated as simulation
+from scenarios import Scenario, in_scenario
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.rollout.executables.compile_cost import relative
@@ -14,9 +16,7 @@ from tlt_jax.rollout.executables.programs import Decode
 from tlt_jax.rollout.scheduler import driver
 from tlt_jax.rollout.scheduler.payback import Payback
 from tlt_jax.rollout.scheduler.planner import Planner
-from tlt_jax.simulate import scenarios, simulator
-from tlt_jax.simulate.scenarios import Scenario
-from tlt_jax.simulate.simulator import in_scenario
+from tlt_jax.simulate import simulator
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, PLAIN
 from tlt_jax.tuner import goodput, make
 
@@ -38,10 +38,10 @@ def scenario_of(round_cost, ngram, learned, merged, **rest) -> Scenario:
 def decoded(scenario, arms, rollouts, estimates=None, state=None, seed=0):
     """(state, results) of some rollouts, with an update of the weights and held-out estimates after each."""
     tuner = goodput.goodput(arms, NODE[scenario.cost], learning=(LEARNED, MERGED))
-    programs, results = in_scenario(scenario, simulator.long_tailed(1200)), []
+    programs, results = in_scenario(scenario, scenarios.long_tailed(1200)), []
     state = state or tuner.update_prior(tuner.init(), estimates or {})
     for number in range(rollouts):
-        request = simulator.request(
+        request = scenarios.request(
             [64] * 12, 4, 1200, seed=100 * seed + number, capacity=48, in_flight=2
         )
         result, state = simulation.run(programs, request, tuner, state)
@@ -118,15 +118,15 @@ def compiled(estimates) -> Counter:
     """The number of chunks that a run of 12 rollouts compiles, by drafter."""
     scenario, payback, state = scenario_of(scenarios.gpu, 0.5, 0.85, 0.85), Payback(), None
     programs = in_scenario(
-        scenario, simulator.long_tailed(600), lambda program: 0.2 * relative(program)
+        scenario, scenarios.long_tailed(600), lambda program: 0.2 * relative(program)
     )
     tuner = goodput.goodput(ARMS, NODE[scenarios.gpu], learning=(LEARNED, MERGED))
     state = tuner.init()
     for step in range(12):
-        request = simulator.request([64] * 12, 4, 600, seed=step, capacity=48)
+        request = scenarios.request([64] * 12, 4, 600, seed=step, capacity=48)
         payback.begin(11 - step, len(request.keys))
         planner = Planner((1, 4, 16, 48), (256, 512, 1024), tuner, state, payback, 664)
-        contexts = simulator.contexts(programs, request, planner)
+        contexts = scenarios.contexts(programs, request, planner)
         simulator.simulate(driver.start(contexts, clock=programs.clock), programs)
         state = tuner.update_prior(planner.state, estimates if step >= 3 else {})
     chunks = [one.strategy for one in programs.compiled if isinstance(one, Decode)]

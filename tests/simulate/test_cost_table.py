@@ -15,7 +15,7 @@ from tlt_jax.rollout.executables.programs import CatchUp, StateShape
 from tlt_jax.simulate import cost_table, estimate
 from tlt_jax.simulate.cost_table import CostTable, Row
 from tlt_jax.simulate.estimate import DEVICES, Estimate, Sizes
-from tlt_jax.simulate.round_costs import noiseless_seconds
+from tlt_jax.simulate.simulator import noiseless_seconds
 from tlt_jax.spec_decode.strategy import LEARNED, PLAIN, Strategy, parse
 
 SHIPPED = Path(cost_table.__file__).parent / "costs/h200_qwen2.5_7b.csv"

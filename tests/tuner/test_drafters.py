@@ -7,10 +7,10 @@ import math
 
 import numpy as np
 import pytest
+import scenarios
 import test_tuner as tuners
 
 from tlt_jax.config.schema import Speculation
-from tlt_jax.simulate import scenarios
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, PLAIN, Strategy, name, parse
 from tlt_jax.train import run_state
 from tlt_jax.tuner import acceptance, cost_model, goodput, make

@@ -8,13 +8,13 @@ import math
 
 import numpy as np
 import pytest
+import scenarios
 import tuner_rollouts
 from pairwise import matrix
 from tuner_rollouts import measured
 
 from tlt_jax.config import schema
 from tlt_jax.config.schema import Speculation
-from tlt_jax.simulate import scenarios
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner import acceptance, beg_mab, cost_model, fixed, goodput, make

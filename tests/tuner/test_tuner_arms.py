@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 import pytest
+import scenarios
 import tuner_rollouts
 from pairwise import marked
 
 from tlt_jax.config.schema import Speculation
-from tlt_jax.simulate import scenarios
 from tlt_jax.spec_decode.strategy import PLAIN, parse
 from tlt_jax.tuner import acceptance, beg_mab, exploration, fixed, goodput
 from tlt_jax.tuner.arms import parse_arms

@@ -6,9 +6,9 @@ test_tuner_arms tests HORIZON; a budget bounds the cost of explorations for any 
 from __future__ import annotations
 
 import pytest
+import scenarios
 from test_tuner_arms import ARMS, decode, seconds, tuner_for
 
-from tlt_jax.simulate import scenarios
 from tlt_jax.tuner import exploration, fixed
 
 SEEDS = 6

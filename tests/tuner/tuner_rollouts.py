@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from scenarios import Scenario, table
 
-from tlt_jax.simulate.scenarios import Scenario, table
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner.interface import Measurement, Tuner
 

@@ -1,7 +1,7 @@
 """What simulated drafters accept: by depth and drafter, rising with the tokens learned and falling as the policy moves.
 
 Acceptance at a depth is the probability that the best draft of that depth is the policy's token, given that those before
-were, as drafter/hf/acceptance.json has it. No JAX.
+were, as drafter/hf/acceptance.json has it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from tlt_jax.config import load as loading
 from tlt_jax.config.schema import RESOLVED
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.metrics.run import Run, open_run
-from tlt_jax.simulate import scenarios
-from tlt_jax.simulate.scenarios import Trees
+from tlt_jax.simulate.trees import Trees, drafts, quality_of
 from tlt_jax.spec_decode.strategy import LEARNED, NGRAM, PLAIN, Strategy, parse
 
 GRID = 0.01  # levels are rounded to this, so that few trees are drawn
@@ -81,8 +80,8 @@ class Acceptances:
         key = strategy.depth, strategy.topk, strategy.nodes, levels
         if key not in self.drawn:
             shape = Strategy(*key[:3])
-            quality, agreement = zip(*map(scenarios.quality_of, levels), strict=True)
-            self.drawn[key] = scenarios.drafts(self.seed, ROUNDS, quality, agreement, shape)
+            quality, agreement = zip(*map(quality_of, levels), strict=True)
+            self.drawn[key] = drafts(self.seed, ROUNDS, quality, agreement, shape)
         return self.drawn[key]
 
 

@@ -9,8 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from tlt_jax.rollout.executables.programs import Decode
-from tlt_jax.simulate import scenarios
-from tlt_jax.simulate.scenarios import Trees
+from tlt_jax.simulate.trees import Trees, counted
 from tlt_jax.spec_decode.decode import Report
 from tlt_jax.spec_decode.decode_state import RUNNING, STOPPED, TRUNCATED, Admission
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
@@ -192,7 +191,7 @@ def tree_stats(
     times = taken(trees, first, lasted)
     nodes, promised = np.tensordot(times, trees.diagram, 1)
     row, depth, rank, sibling, bins = trees.found
-    hits = scenarios.counted(depth, rank, sibling, times[row], strategy)
+    hits = counted(depth, rank, sibling, times[row], strategy)
     accepted = np.bincount(bins, times[row], BINS)
 
     cut = np.flatnonzero((excess > 0) & (lasted > 0))
@@ -200,7 +199,7 @@ def tree_stats(
     kept = np.arange(strategy.depth) < (trees.accepted[ends] - excess[cut])[:, None]
     row, depth = np.nonzero((trees.rank[ends] >= 0) & ~kept)
     rank, sibling = (one[ends[row], depth] for one in (trees.rank, trees.sibling))
-    hits -= scenarios.counted(depth, rank, sibling, np.ones(len(row)), strategy)
+    hits -= counted(depth, rank, sibling, np.ones(len(row)), strategy)
     accepted -= np.bincount(trees.bins[ends[row], rank], minlength=BINS)
     return Stats(
         row_rounds=row_rounds,

@@ -24,6 +24,7 @@ from tlt_jax.rollout.scheduling import Scheduling
 from tlt_jax.simulate import simulator
 from tlt_jax.simulate.decoding import NOTHING
 from tlt_jax.spec_decode.decode_state import Weights
+from tlt_jax.spec_decode.interface import DecodingParams
 from tlt_jax.spec_decode.strategy import DRAFTERS
 from tlt_jax.tuner.interface import Cell, State as TunerState
 
@@ -33,7 +34,7 @@ NOTHINGS = np.broadcast_to(NOTHING, 1 << 40)  # one byte of memory
 class SimulatedEngine(Scheduling):
     """An engine of `groups` data groups whose programs are simulated; implements interface.RolloutEngine.
 
-    `make_programs(drafters)` returns programs.TabledPrograms, given the names that strategies may have for drafters.
+    `make_programs(drafters)` returns simulator.SimulatedPrograms, given the names that strategies may have for drafters.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class SimulatedEngine(Scheduling):
 
     def use_learned(self, is_used: bool) -> None:
         """As Engine.use_learned."""
-        if is_used != (self.drafter is not None) or not self.programs.ready_at:
+        if is_used != (self.drafter is not None) or not self.programs.executables:
             self.drafter = self.learned if is_used else None
             self.programs.rebind(is_used, FEATURES)
 
@@ -90,6 +91,32 @@ class SimulatedEngine(Scheduling):
         self.running = None
         self.lengths = [len(one.tokens) for one in result.completions]
         return result, run.learned(result)
+
+
+def request(
+    prompts: Sequence[int],
+    samples: int,
+    max_new_tokens: int,
+    *,
+    seed: int,
+    capacity: int,
+    rounds: int = 16,
+    in_flight: int = 2,
+    rollouts_left: float = 0,
+) -> RolloutRequest:
+    """A request for answers to prompts with these numbers of tokens; a sequence's key is its seed and uid."""
+    uids = np.arange(len(prompts) * samples, dtype=np.uint32)
+    return RolloutRequest(
+        prompts=tuple(np.zeros(tokens, np.int32) for tokens in prompts),
+        samples=samples,
+        max_new_tokens=(max_new_tokens,) * len(prompts),
+        keys=np.stack([np.full_like(uids, seed), uids], axis=1),
+        params=DecodingParams(),
+        rounds=rounds,
+        in_flight=in_flight,
+        capacity=capacity,
+        rollouts_left=rollouts_left,
+    )
 
 
 class SharedPlanner(Planner):

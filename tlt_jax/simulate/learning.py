@@ -18,8 +18,7 @@ from tlt_jax.models.drafter import DrafterConfig
 from tlt_jax.rollout.events import Look
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.simulate.acceptance import Acceptances
-from tlt_jax.simulate.programs import MicroStep, TabledPrograms
-from tlt_jax.simulate.simulator import Marker, VirtualClock
+from tlt_jax.simulate.simulator import Marker, MicroStep, SimulatedPrograms, VirtualClock
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.train.drafter_learning import LearningParts
 
@@ -149,7 +148,7 @@ class SimulatedWindows:
 class LearningEngine(Protocol):
     """What learning needs of engine.SimulatedEngine."""
 
-    programs: TabledPrograms
+    programs: SimulatedPrograms
     groups: Sequence[Any]
     arms: Sequence[Strategy]
     learned: DrafterConfig | None

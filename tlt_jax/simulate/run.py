@@ -18,15 +18,13 @@ from tlt_jax.models import from_config, hf
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.drafter import DrafterConfig
 from tlt_jax.rollout.recorder import RolloutResult
-from tlt_jax.simulate import simulator
+from tlt_jax.simulate import engine
 from tlt_jax.simulate.acceptance import Acceptances
 from tlt_jax.simulate.cost_table import CPU, CostTable
-from tlt_jax.simulate.engine import SimulatedEngine
 from tlt_jax.simulate.learning import DrafterWorld, SimulatedDrafter
 from tlt_jax.simulate.lengths import Lengths
-from tlt_jax.simulate.programs import TabledPrograms
 from tlt_jax.simulate.report import Step
-from tlt_jax.simulate.simulator import VirtualClock
+from tlt_jax.simulate.simulator import SimulatedPrograms, VirtualClock
 from tlt_jax.spec_decode.strategy import LEARNED, PLAIN, Strategy
 from tlt_jax.train import adaptive
 from tlt_jax.train.drafter_learning import DrafterLearning, Taught
@@ -109,7 +107,7 @@ class SimulatedRun:
         model = model_of(config) or hf.new_config(STAND_IN, 512, ())
         learned = drafter_of(config, model) if drafter in (ADAPTIVE, FROZEN) else None
         is_cpu = world.table.facts.get("device") == CPU
-        self.engine = SimulatedEngine(config, learned, world.groups, is_cpu, self.programs)
+        self.engine = engine.SimulatedEngine(config, learned, world.groups, is_cpu, self.programs)
         begins = bool(config.drafter_training.start) or drafter == FROZEN
         start = SimulatedDrafter(int(begins), world.acceptances.pretrained if begins else 0.0)
         self.learning = self.knowledge = None
@@ -128,9 +126,9 @@ class SimulatedRun:
             self.learning.resume(self.state)
         self.seconds: dict[str, float] = {}
 
-    def programs(self, drafters: list[str]) -> TabledPrograms:
+    def programs(self, drafters: list[str]) -> SimulatedPrograms:
         """The programs of the engine, which draft as well as the current drafter can."""
-        return TabledPrograms(
+        return SimulatedPrograms(
             self.world.table,
             lambda one: self.world.acceptances.trees(self.named(one), self.drafter.learned),
             lambda key: self.answers[int(key[1])],
@@ -186,7 +184,7 @@ class SimulatedRun:
         )
         self.answers = dict(enumerate(drawn.answers.ravel().tolist()))
         most = max(self.config.data.max_prompt_tokens, 2)
-        request = simulator.request(
+        request = engine.request(
             [min(max(int(tokens), 2), most) for tokens in drawn.prompts],
             rollout.samples,
             rollout.max_new_tokens,

@@ -1,4 +1,4 @@
-"""Simulates rollouts in virtual time: the real scheduler on programs that compute nothing, with a cost function."""
+"""Programs in virtual time: they compute nothing, and take the seconds of a cost table; and the rollout that they run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from tlt_jax.distributed.board import LocalBoard
+from tlt_jax.rollout.buckets import admission_size
 from tlt_jax.rollout.events import Look, WentIdle
+from tlt_jax.rollout.executables.compile_cost import BACKGROUND, CompileCosts
 from tlt_jax.rollout.executables.programs import (
     Admit,
     CatchUp,
@@ -20,37 +22,30 @@ from tlt_jax.rollout.executables.programs import (
     Prefill,
     Resize,
     Start,
+    StateShape,
+    of_group,
 )
 from tlt_jax.rollout.executables.protocols import Program
-from tlt_jax.rollout.recorder import RolloutResult
-from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.rollout.recorder import IDLE_ROUND, RolloutResult
 from tlt_jax.rollout.scheduler.driver import BackgroundWork, Rollout
 from tlt_jax.rollout.scheduler.harvest import Harvest
-from tlt_jax.rollout.scheduler.queue import WorkQueue
-from tlt_jax.rollout.scheduler.state import Decider, GroupContext, Needs
 from tlt_jax.rollout.selecting import Selecting
-from tlt_jax.simulate import decoding, scenarios
+from tlt_jax.simulate import decoding
+from tlt_jax.simulate.cost_table import CAPTURED, CPU, FEATURES, CostTable
 from tlt_jax.simulate.decoding import Acceptance, Lengths, Rows
-from tlt_jax.simulate.round_costs import noiseless_seconds
-from tlt_jax.simulate.scenarios import Scenario
 from tlt_jax.spec_decode.decode import Report
-from tlt_jax.spec_decode.decode_state import Admission, Features, Weights
-from tlt_jax.spec_decode.interface import DecodingParams
-from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, PLAIN
+from tlt_jax.spec_decode.decode_state import Admission, Features
+from tlt_jax.spec_decode.strategy import NGRAM, PLAIN, Strategy
 
 POLL_BEFORE_S = 1e-6  # `simulate` also polls this long before a program is done
+THREADS = 4  # compilations of a host at once: rollout.executables.background.MOST_THREADS
+DRAFTER = 1 / 20  # a drafter's cost to catch up with a token, relative to the policy's cost of it
 
-Costs = Callable[[Program, int, float], float]  # program, its rounds, its start time -> seconds
-Compiling = Callable[[Program], float]  # program -> the host's seconds to compile it
-
-
-def no_compile_time(program: Program) -> float:
-    """Compiling takes no time."""
-    return 0.0
+RoundCost = Callable[[int, int, Strategy], float]  # rows, slots, strategy -> milliseconds of a round  # fmt: skip
 
 
 class VirtualClock:
-    """A clock that `sleep` and `jump` advance; implements driver.Clock."""
+    """A clock that `sleep` and `jump` advance."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -97,26 +92,43 @@ class Pending:
     counts: Marker
 
 
-class SimulatedPrograms:
-    """Simulated programs of all groups; those of one group run one after the other; implements `Programs`.
+@dataclass(frozen=True)
+class MicroStep:
+    """A group's micro-step of idle drafter training on `tokens` tokens, as drafter.micro_step.MicroStep."""
 
-    A sequence's tokens and length are functions of its key. The tokens that a round accepts depend on
-    its key, its rounds so far and the strategy, and never on rows, slots or groups. `host`: seconds from a
-    dispatch to the start of a program on an idle device. The first `get` of a program takes the host its
-    seconds of `compiling`, recorded in `compiled`. Without `writes` every token is decoding.NOTHING.
+    group: int
+    tokens: int
+    relative_seconds: float
+
+
+class SimulatedPrograms:
+    """Programs of data groups on hosts of their own: each host compiles a program when the first one does.
+
+    Programs of a group run one after the other, each `host` seconds after its dispatch on an idle device. A sequence's
+    tokens and length are functions of its key. The tokens that a round accepts depend on its key, its rounds so far and the
+    strategy, and never on rows, slots or groups. Without `writes` every token is decoding.NOTHING.
+
+    A missing program is waited for; `prepare` compiles in the background, except on a CPU, whose cores decode.
+    `features`: share of a round's seconds that capturing features for a learned drafter costs beyond those of the table.
+    `drafters`: names of the drafters that strategies name, "" included. `named(strategy)`: the strategy as the table
+    names it.
     """
+
+    writes = False
 
     def __init__(
         self,
-        costs: Costs,
+        table: CostTable,
         acceptance: Acceptance,
         lengths: Lengths,
         clock: VirtualClock,
-        compiling: Compiling = no_compile_time,
-        writes: bool = True,
+        drafters: Sequence[str] = ("",),
+        compiles_free: bool = False,
+        named: Callable[[Strategy], Strategy] = lambda strategy: strategy,
     ):
-        self.costs, self.acceptance, self.lengths, self.clock = costs, acceptance, lengths, clock
-        self.writes, self.host = writes, 0.0
+        self.table, self.acceptance, self.lengths, self.clock = table, acceptance, lengths, clock
+        self.features, self.compiles_free, self.named = 0.0, compiles_free, named
+        self.host, self.waits = table.seconds("host"), table.facts.get("device") == CPU
         self.kinds: dict[type, Callable[..., Any]] = {
             Start: self.start,
             Prefill: self.prefill,
@@ -126,35 +138,101 @@ class SimulatedPrograms:
             Decode: self.decode,
             Harvest: self.harvest,
         }
-        self.compiling, self.compiled, self.ran = compiling, {}, set()
-        self.free_at: dict[
-            int, float
-        ] = {}  # of each group, the time at which all its dispatched programs are done
-        # A heap of the times at which programs are done, with their groups.
-        self.due: list[tuple[float, int]] = []
+        drafter = SimpleNamespace(reads_history=False, host_context=lambda _: (), catch_up=None)
+        learned = SimpleNamespace(reads_history=False, host_context=lambda _: (), catch_up=True)
+        known = {name: drafter if name == NGRAM else learned for name in drafters if name}
+        self.shapes = [SimpleNamespace(drafter=learned, drafters=known)]
+        self.compile_costs = CompileCosts()
+        for row in table.of("compile"):
+            for name in drafters if row.strategy != PLAIN else ("",):
+                chunk = Decode(StateShape(0, 1, 1), 1, replace(row.strategy, drafter=name))
+                self.compile_costs.note(chunk, row.seconds)
+        self.compiles: list[Any] = []  # of the protocol of Executables: nothing is counted here
+        self.waited: list[tuple[float, float]] = []
+        self.alike: dict[Program, Program] = {}  # the same program of group 0
+        self.ready: dict[Program, Callable[..., Any]] = {}  # what `get` returns of compiled ones
+        self.executables: dict[Program, float] = {}  # of group 0, and from when on they are there
+        self.pending: list[float] = []  # a heap of the ends of compilations
+        self.changes = 0
+        self.ran: set[Program] = set()
+        self.free_at: dict[int, float] = {}  # of each group, when all that it dispatched is done
+        self.due: list[tuple[float, int]] = []  # a heap of the ends of programs, with their groups
 
-    def get(self, program: Program) -> Callable[..., Any]:
-        """A function that dispatches the program; compiles it now when it is missing."""
-        if program not in self.compiled:
-            self.compiled[program] = self.compiling(program)
-            self.clock.sleep(self.compiled[program])
-        return partial(self.kinds[type(program)], program)
+    # Compilation
 
-    @property
-    def version(self) -> int:
-        return len(self.compiled)
+    def of_any(self, program: Program) -> Program:
+        """The same program of group 0: all hosts compile it at the same time."""
+        found = self.alike.get(program)
+        if found is None:
+            found = self.alike[program] = of_group(program, 0)
+        return found
 
     @property
     def compiling_alongside(self) -> bool:
         return False
 
+    @property
+    def version(self) -> int:
+        while self.pending and self.pending[0] <= self.clock.now():
+            heapq.heappop(self.pending)
+            self.changes += 1
+        return self.changes
+
     def compile_cost(self, program: Program) -> float:
-        return 0.0 if program in self.compiled else self.compiling(program)
+        one = self.of_any(program)
+        is_ready = self.executables.get(one, math.inf) <= self.clock.now()
+        share = 1.0 if self.waits else BACKGROUND
+        return 0.0 if is_ready or self.compiles_free else share * self.compile_costs.of(one)
 
     def prepare(self, programs: Iterable[Program]) -> None:
-        """Compiles the programs; the host waits."""
+        """Compiles missing programs: now on a CPU, else in the background, as far as threads are free."""
         for program in programs:
-            self.get(program)
+            if self.waits:
+                self.get(program)
+                continue
+            running = sum(end > self.clock.now() for end in self.pending)
+            if self.of_any(program) not in self.executables and running < THREADS:
+                self.begin(self.of_any(program))
+
+    def begin(self, program: Program) -> None:
+        """Starts to compile."""
+        seconds = 0.0 if self.compiles_free else self.compile_costs.of(program)
+        self.executables[program] = self.clock.now() + seconds
+        heapq.heappush(self.pending, self.executables[program])
+
+    def get(self, program: Program) -> Callable[..., Any]:
+        if program in self.ready:
+            return self.ready[program]
+        one, now = self.of_any(program), self.clock.now()
+        if one not in self.executables:
+            self.begin(one)
+        if self.executables[one] > now:
+            self.clock.jump(self.executables[one])
+            self.waited.append((now, self.clock.now()))
+        self.ready[program] = partial(self.kinds[type(program)], program)
+        return self.ready[program]
+
+    def rebind(self, is_learned: bool, features: float) -> None:
+        """Drops all programs; new ones capture features, at this share of a round's seconds, if `is_learned`.
+
+        The rounds of the table may do so already.
+        """
+        is_captured = self.table.facts.get(FEATURES) == CAPTURED
+        self.features = (1 + is_learned * features) / (1 + is_captured * features) - 1
+        self.executables = {}
+        self.ran.clear(), self.ready.clear()
+        self.changes += 1
+
+    def rebinding(self) -> float:
+        """Expected seconds to compile the current programs again, except chunks that draft."""
+        plain = [one for one in self.executables if getattr(one, "strategy", PLAIN) == PLAIN]
+        return 0.0 if self.compiles_free else sum(map(self.compile_costs.of, plain))
+
+    def memory_held(self, groups: Iterable[int]) -> dict[str, int]:
+        """As Executables.memory_held: simulated programs hold nothing."""
+        return {"pool_programs": 0, "pool_bytes": 0}
+
+    # Seconds
 
     def is_first_run(self, program: Program) -> bool:
         if program in self.ran:
@@ -178,8 +256,18 @@ class SimulatedPrograms:
         return ready, groups
 
     def seconds(self, program: Program, rounds: int, start: float, held: float) -> float:
-        """Seconds of a program that starts then; `held`: tokens that a row of a chunk holds on average."""
-        return self.costs(program, rounds, start)
+        if isinstance(program, MicroStep):
+            return self.table.seconds("micro_step", program.tokens)
+        return (1 + self.features) * noiseless_seconds(self.round_cost(held), program, rounds)
+
+    def round_cost(self, held: float) -> RoundCost:
+        """Milliseconds of a round by rows, slots and strategy; chunks hold `held` tokens a row, other programs full rows."""
+        table = self.table
+
+        def of(batch: int, slots: int, strategy: Strategy) -> float:
+            return 1e3 * table.round_seconds(batch, slots, self.named(strategy), held or slots)
+
+        return of
 
     def dispatch(self, program: Program, rounds: int = 0, held: float = 0.0) -> Marker:
         """Starts the program `host` seconds from now, or once all earlier ones of its group are done."""
@@ -187,6 +275,20 @@ class SimulatedPrograms:
         end = self.free_at[program.group] = start + self.seconds(program, rounds, start, held)
         heapq.heappush(self.due, (end, program.group))
         return Marker(self.clock, end)
+
+    def dispatched_at(self, group: int, seconds: float) -> Marker:
+        """A marker of work of a group that takes this long, after all that was dispatched before."""
+        start = max(self.clock.now(), self.free_at.get(group, 0.0))
+        end = self.free_at[group] = start + seconds
+        heapq.heappush(self.due, (end, group))
+        return Marker(self.clock, end)
+
+    def ends_early(self, group: int, at: float) -> None:
+        """The last work of a group that `dispatched_at` started ends at this time."""
+        self.free_at[group] = at
+        heapq.heappush(self.due, (at, group))
+
+    # What programs do to the rows of a group
 
     def start(self, program: Start) -> SimulatedState:
         rows = decoding.empty(program.state.batch)
@@ -230,76 +332,34 @@ class SimulatedPrograms:
         return Features(self.dispatch(program), None)
 
 
-class ScenarioCosts:
-    """The costs of a scenario with the noise of its clock; each group has its own noise."""
+def noiseless_seconds(round_cost: RoundCost, program: Program, rounds: int) -> float:
+    """Seconds of a program without noise.
 
-    def __init__(self, scenario: Scenario):
-        self.scenario, self.random, self.seen = scenario, {}, set()
+    A prefill counts as a round with as many nodes as it has tokens. Writing a cache takes as long as
+    a round takes to read it; a copy takes twice that. The `rounds` of a catch-up are the tokens that
+    the drafter lacks, alike in all rows.
+    """
 
-    def __call__(self, program: Program, rounds: int, at: float) -> float:
-        is_first, group = program not in self.seen, program.group
-        self.seen.add(program)
-        seed = [self.scenario.seed, group]
-        random = self.random.setdefault(group, np.random.default_rng(seed))
-        seconds = noiseless_seconds(self.scenario.cost, program, rounds)
-        return self.scenario.with_noise(random, seconds, is_first) * self.scenario.load(at)
+    def write_cost(batch: int, slots: int) -> float:
+        return round_cost(batch, slots, PLAIN) - round_cost(batch, 0, PLAIN)
 
-
-def long_tailed(longest: int) -> Lengths:
-    """Heavy-tailed answer lengths, as scenarios.lengths draws them."""
-    return lambda key: int(scenarios.lengths(np.random.default_rng(key.tolist()), 1, longest)[0])
-
-
-def in_scenario(
-    scenario: Scenario, lengths: Lengths, compiling: Compiling = no_compile_time
-) -> SimulatedPrograms:
-    """Programs with the costs and drafts of a scenario, on a new virtual clock."""
-    return SimulatedPrograms(
-        ScenarioCosts(scenario), scenario.trees, lengths, VirtualClock(), compiling
-    )
-
-
-def request(
-    prompts: Sequence[int],
-    samples: int,
-    max_new_tokens: int,
-    *,
-    seed: int,
-    capacity: int,
-    rounds: int = 16,
-    in_flight: int = 2,
-    rollouts_left: float = 0,
-) -> RolloutRequest:
-    """A request for answers to prompts with these numbers of tokens; a sequence's key is its seed and uid."""
-    uids = np.arange(len(prompts) * samples, dtype=np.uint32)
-    return RolloutRequest(
-        prompts=tuple(np.zeros(tokens, np.int32) for tokens in prompts),
-        samples=samples,
-        max_new_tokens=(max_new_tokens,) * len(prompts),
-        keys=np.stack([np.full_like(uids, seed), uids], axis=1),
-        params=DecodingParams(),
-        rounds=rounds,
-        in_flight=in_flight,
-        capacity=capacity,
-        rollouts_left=rollouts_left,
-    )
-
-
-def contexts(
-    programs: SimulatedPrograms,
-    request: RolloutRequest,
-    planner: Decider,
-    groups: int = 1,
-    catches_up: bool = True,
-    selecting: Selecting | None = None,
-) -> list[GroupContext]:
-    """Groups that share one queue, up to the bound of `selecting`, and one planner; the drafter NGRAM never catches up."""
-    bound = (lambda: selecting.bound) if selecting else None
-    queue = WorkQueue(LocalBoard(), "simulator", len(request.prompts), request.samples, bound)
-    learned = Needs(catches_up=catches_up)
-    needs = {"": learned, NGRAM: Needs(), LEARNED: learned, MERGED: learned}
-    fixed = {"weights": Weights((), ()), "request": request, "queue": queue, "planner": planner}
-    return [GroupContext(group, programs, **fixed, needs=needs) for group in range(groups)]
+    match program:
+        case Decode(StateShape(_, batch, slots), _, strategy):
+            taken = max(rounds, IDLE_ROUND) * round_cost(batch, slots, strategy)
+        case Prefill(_, prompts, width):
+            taken = round_cost(prompts, width, replace(PLAIN, nodes=width))
+        case CatchUp(StateShape(_, batch, slots)):
+            nodes = max(-(-rounds // batch), 1)
+            taken = DRAFTER * round_cost(batch, slots, replace(PLAIN, nodes=nodes))
+        case Start(StateShape(_, batch, slots)):
+            taken = write_cost(batch, slots)
+        case Admit(StateShape(_, batch), Prefill(_, _, width)):
+            taken = write_cost(admission_size(batch), width)
+        case Resize(_, batch, slots):
+            taken = 2 * write_cost(batch, slots)
+        case Harvest(_, windows, width):
+            taken = 2 * write_cost(windows, width)
+    return taken / 1e3
 
 
 def simulate(

@@ -1,21 +1,16 @@
-"""Scenarios for testing tuners: drafts, cost functions, stalls, long tails; knows no rollout."""
+"""Draft trees of simulated rounds: drawn by how often the best draft of each depth is the policy's token."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from tlt_jax.spec_decode.strategy import MERGED, NGRAM, PLAIN, Strategy
+from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.spec_decode.verify import BINS
-from tlt_jax.tuner.interface import Choice, Tuner, unchanged
-
-ROUNDS = 2000  # simulated rounds of each strategy in a scenario
-SLOWER = 1.6  # largest slowdown of a first run or a stall
 
 
 class Drafts(NamedTuple):
@@ -138,12 +133,6 @@ def drafts(
     return Trees(rank, widest, np.exp(scores[rows, best]))
 
 
-def table(rank: np.ndarray, sibling: np.ndarray, arm: Strategy) -> np.ndarray:
-    """hits[D, N, K] of rounds with these ranks: the counts of accepted nodes."""
-    row, depth = np.nonzero(rank >= 0)
-    return counted(depth, rank[row, depth], sibling[row, depth], np.ones(len(row)), arm)
-
-
 def counted(
     depth: np.ndarray, rank: np.ndarray, sibling: np.ndarray, times: np.ndarray, arm: Strategy
 ) -> np.ndarray:
@@ -151,107 +140,3 @@ def counted(
     shape = max(arm.depth, 1), arm.nodes, max(arm.topk, 1)
     at = (depth * shape[1] + rank) * shape[2] + sibling
     return np.bincount(at, times, math.prod(shape)).astype(int).reshape(shape)
-
-
-def gpu(batch: int, slots: int, arm: Strategy) -> float:
-    """Milliseconds of a round that is memory-bound up to 200 nodes."""
-    verify = 20 * max(1.0, batch * arm.nodes / 200) + batch * slots / 4096
-    return (
-        verify + arm.drafted_levels * (0.7 + batch * arm.topk / 400) + draft_overhead(arm, 0.8, 0.1)
-    )
-
-
-def cpu(batch: int, slots: int, arm: Strategy) -> float:
-    """Milliseconds of a round that is compute-bound from a few nodes on."""
-    verify = 1.2 + 0.12 * (batch * arm.nodes) ** 0.95 + batch * slots / 65536
-    return (
-        verify
-        + arm.drafted_levels * (0.15 + 0.012 * batch * arm.topk)
-        + draft_overhead(arm, 0.2, 0.05)
-    )
-
-
-def draft_overhead(arm: Strategy, network: float, text: float) -> float:
-    """Milliseconds of a draft besides its levels: of the network, of the n-gram search, or of both."""
-    search = text if arm.drafter in (NGRAM, MERGED) else 0.0
-    return search + (network if arm.drafted_levels else 0.0)
-
-
-@dataclass
-class Scenario:
-    """A machine and a drafter, whose `quality` may change between rollouts.
-
-    `drafters`: quality and agreement of the drafters that arms name. `noise`, `stalls` and `bursts` perturb the clock.
-    """
-
-    cost: Callable[[int, int, Strategy], float]
-    quality: float
-    agreement: float = 1.0
-    seed: int = 0
-    noise: float = 0.04
-    stalls: float = 0.02
-    bursts: bool = False
-    drafters: dict[str, tuple[float, float]] = field(default_factory=dict)
-    library: dict = field(default_factory=dict)
-
-    def trees(self, arm: Strategy) -> Trees:
-        """A sample of ROUNDS rounds of the arm, from which its rounds are drawn."""
-        qualities = self.drafters.get(arm.drafter, (self.quality, self.agreement))
-        key = (arm, *qualities)
-        if key not in self.library:
-            self.library[key] = drafts(self.seed, ROUNDS, *qualities, arm)
-        return self.library[key]
-
-    def levels(self, drafter: str, depth: int = 8) -> list[float]:
-        """The probability that this drafter's best draft is accepted to each depth, given the depth before."""
-        held = (self.trees(Strategy(depth, 1, depth + 1, drafter)).rank >= 0).mean(axis=0)
-        return (held / np.maximum([1.0, *held[:-1]], 1e-9)).tolist()
-
-    def accepted(self, arm: Strategy) -> float:
-        """Mean accepted tokens of a round."""
-        return 0.0 if arm == PLAIN else float(self.trees(arm).accepted.mean())
-
-    def speed(self, batch: int, slots: int, arm: Strategy) -> float:
-        """Tokens per second of a live row, without noise."""
-        return (1 + self.accepted(arm)) / self.cost(batch, slots, arm) * 1e3
-
-    def best(self, batch: int, slots: int, arms: Sequence[Strategy]) -> Strategy:
-        """The fastest arm."""
-        return max((PLAIN, *arms), key=lambda arm: self.speed(batch, slots, arm))
-
-    def with_noise(self, random: np.random.Generator, seconds: float, is_first: bool) -> float:
-        """Seconds with jitter, and with a slowdown for first runs and stalls."""
-        seconds *= random.lognormal(0, self.noise)
-        if is_first or random.random() < self.stalls:
-            seconds *= random.uniform(1.0, SLOWER)
-        return seconds
-
-    def load(self, at: float) -> int:
-        """The slowdown at this second by other load, which comes in bursts."""
-        return 2 if self.bursts and int(at / 4) % 3 == 2 else 1
-
-
-def lengths(random: np.random.Generator, count: int, longest: int = 2000) -> np.ndarray:
-    """Heavy-tailed answer lengths."""
-    return np.clip(random.lognormal(5.3, 0.9, count), 8, longest).astype(int)
-
-
-def oracle(
-    scenario: Scenario,
-    arms: Sequence[Strategy],
-    allowed: Callable[[int], Sequence[Strategy]] | None = None,
-) -> Tuner:
-    """A tuner that knows every cost and hit rate."""
-
-    def choose(state, live, batch, slots, compiled=()):
-        known = compiled or (allowed(batch) if allowed else arms)
-        arm = scenario.best(batch, slots, [arm for arm in known if arm != PLAIN])
-        return state, Choice(arm, live * scenario.speed(batch, slots, arm), "oracle")
-
-    def predict(state, cells):
-        speeds = [math.log(scenario.speed(*cell)) for cell in cells]
-        return np.array(speeds), np.zeros(len(cells))
-
-    return Tuner(
-        dict, choose, unchanged, unchanged, lambda *_: arms, predict, has_fixed_policy=False
-    )
