@@ -170,8 +170,8 @@ class CostTable:
         arm, at = normal(strategy), 0
         if not self.attention:
             rounds = self.of("round")
-            read = [round(row.read) for row in rounds if self.is_of(row, batch, arm)]
-            read = sorted(read or [round(row.read) for row in rounds])
+            alike = [one for one in rounds if (one.rows, normal(one.strategy, one.drafter)) == (batch, arm)]  # fmt: skip
+            read = sorted(round(one.read) for one in alike or rounds)
             at = read[len(read) // 2]
         cell = Cell(batch, at, arm)
         logs, errors = cost_model.predict(self.cells, [cell], self.weights, self.one_pass)
@@ -184,10 +184,6 @@ class CostTable:
         )  # fmt: skip
         scale = seconds / filled
         return scale * empty, scale * ((filled - empty) / at), error
-
-    def is_of(self, row: Row, batch: int, arm: Strategy) -> bool:
-        """Whether the row is a round of this batch and arm."""
-        return row.rows == batch and normal(row.strategy, row.drafter) == arm
 
     def round_seconds(self, batch: int, slots: int, strategy: Strategy, held: float) -> float:
         """Seconds of a round of `batch` rows that hold `held` tokens on average, in a cache of `slots` slots."""
@@ -229,10 +225,6 @@ class CostTable:
         fixed, each = cost_model.fit(terms_CF, seconds_C, noise_C, units)
         return float(fixed), float(each)
 
-    def compile_rows(self) -> list[tuple[Strategy, float]]:
-        """(strategy, seconds) of compiling chunks."""
-        return [(row.strategy, row.seconds) for row in self.of("compile")]
-
     def sources(self, program: str) -> str:
         """The sources of a program's rows, as text; "" without rows."""
         return ", ".join(dict.fromkeys(row.source for row in self.of(program)))
@@ -261,7 +253,7 @@ def read(path: Path, drafter: str = "") -> CostTable:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: no cost table can be read there: {error}") from error
     lines = text.splitlines()
-    head = [line for line in lines if line.startswith("#")]
+    head = [line for line in lines if line.startswith("#") and not line.startswith("##")]
     found = csv.DictReader([line for line in lines if line and not line.startswith("#")])
     unknown = [one for one in found.fieldnames or () if one not in COLUMNS]
     if unknown or not found.fieldnames:
@@ -269,7 +261,8 @@ def read(path: Path, drafter: str = "") -> CostTable:
         raise DataError(f"{path}: {what}: the columns are {known(COLUMNS)}")
     rows = [parse_row(path, number, entry) for number, entry in enumerate(found, 1)]
     kept = [row for row in rows if not drafter or row.drafter in ("", NGRAM, drafter)]
-    facts = facts_of(head)
+    pairs = [line[1:].split(":", 1) for line in head if ":" in line]
+    facts = {name.strip(): value.strip() for name, value in pairs}
     table = CostTable(tuple(kept), facts, make.node_cost(facts.get("device") == CPU))
     if not any(row.strategy == PLAIN for row in table.of("round")):
         raise DataError(f"{path}: no plain round: add a row with program round and strategy off")
@@ -277,12 +270,6 @@ def read(path: Path, drafter: str = "") -> CostTable:
         raise DataError(
             f"{path}: some rounds have `held` and others not: give it to all, or to none"
         )
-    check_attention(path, table)
-    return table
-
-
-def check_attention(path: Path, table: CostTable) -> None:
-    """Raises DataError for attention beside rounds without `held`, or that takes longer than a round."""
     if table.attention and not table.reads_held:
         raise DataError(f"{path}: attention was measured apart, and rounds have no `held`: give it")
     for row in table.of("round") if table.attention else ():
@@ -291,12 +278,7 @@ def check_attention(path: Path, table: CostTable) -> None:
             raise DataError(
                 f"{path}: a round of {row.rows} rows takes {row.seconds:g} s, and its attention {taken:.3g} s: measure again"
             )
-
-
-def facts_of(head: Iterable[str]) -> dict[str, str]:
-    """The facts "# name: value" of a table's head; lines that begin with ## are for readers."""
-    pairs = (line[1:].split(":", 1) for line in head if not line.startswith("##"))
-    return {pair[0].strip(): pair[1].strip() for pair in pairs if len(pair) == 2}
+    return table
 
 
 def parse_row(path: Path, number: int, entry: Mapping[str, str | None]) -> Row:
