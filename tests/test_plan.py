@@ -166,7 +166,7 @@ def test_n_grams_hold_texts_only():
 
 
 def test_a_drafters_arrays_count_before_a_run_starts(monkeypatch):
-    settings, recipe, engine = plan_of(*DRAFTERS["eagle3"], "--train.logits_chunk", "8")
+    settings, recipe, engine = plan_of(*DRAFTERS["eagle3"])
     rollout, update = memory.phases(budget(settings, recipe, engine)).values()
     assert {"drafter", "drafter copy", "drafter cache", "features"} <= set(rollout)
     monkeypatch.setattr(memory, "device_memory", lambda mesh: sum(rollout.values()))
@@ -209,12 +209,10 @@ def test_a_block_drafter_is_drafted_with_and_trained_further(tmp_path, kind):
         plan_of(*start, "--drafter_training.unroll", "3")
 
 
-def test_a_new_block_drafter_has_the_layers_and_the_block_of_the_knobs():
+def test_a_new_block_drafter_has_two_layers_and_a_block_of_eight():
     new = "--speculation.drafter", "adaptive", "--drafter_training.kind", "dspark"
     found = plan_of(*new)[2].drafter
     assert (found.kind, found.layers.num_layers, found.block_size) == ("dspark", 2, 8)
-    found = plan_of(*new, "--drafter_training.layers", "3", "--drafter_training.block_size", "5")[2]
-    assert (found.drafter.layers.num_layers, found.drafter.block_size) == (3, 5)
 
 
 def test_a_misspelt_drafter_gets_a_suggestion_and_a_directory_may_have_any_name(
@@ -283,11 +281,11 @@ def test_strategies_reach_the_batches_that_the_tuners_use_them_for():
     expected = {
         "fixed": [256, None, None, None],
         "goodput": [256, 64, 64, 16],
-        "threshold": [64, 16, 4, 1],
+        "threshold:30": [64, 16, 4, 1],
         "beg_mab": [256, 16, 4, 1],
     }
     for name, largest in expected.items():
-        settings = schema.Speculation(drafter="ngram", tuner=name, strategies=names, threshold=30)
+        settings = schema.Speculation(drafter="ngram", tuner=name, strategies=names)
         tuner = make.make_tuner(settings, arms, is_cpu=False)
         reach = make.largest_batches(tuner, batches)
         assert [reach.get(arm) for arm in arms] == largest, name
@@ -319,7 +317,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_knob(planned, monkeypatch):
 
 def test_the_largest_kind_names_the_knob():
     assert "rollout.slots" in memory.advice({"weights": 1, "cache": 2})
-    assert "train.logits_chunk" in memory.advice({"weights": 1, "logits chunk": 2})
+    assert "mesh.model" in memory.advice({"weights": 1, "logits chunk": 2})
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ JOB, JOB_NEEDS = Path(__file__).with_name("smollm2.yaml"), ("MODEL_DIR", "GSM8K_
 JOB_DRAFTERS = "none", "ngram", "adaptive"
 JOB_TINY = shlex.split(
     "--rollout.prompts 2 --rollout.samples 2 --rollout.max_new_tokens 8 --train.steps 2 --train.rows 1"
-    " --train.row_tokens 512 --train.logits_chunk 512"
+    " --train.row_tokens 512"
 )
 GOAL = 2.6  # times plain decoding, of one sequence
 
@@ -201,7 +201,7 @@ def update_seconds(
     prompt = tokens // 4
     config = Config(
         model=replace(Config().model, compute_dtype=device.dtype),
-        train=Train(steps=100, rows=rows, row_tokens=tokens, attention_block=512),
+        train=Train(steps=100, rows=rows, row_tokens=tokens),
         data=Data(max_prompt_tokens=prompt),
         rollout=Rollout(max_new_tokens=tokens - prompt),
     )

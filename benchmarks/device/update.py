@@ -108,7 +108,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rows", type=int, default=0, help="train.rows")
     parser.add_argument("--row-tokens", type=int, default=0, help="train.row_tokens")
-    parser.add_argument("--attention-block", type=int, default=Train().attention_block)
     return parser.parse_args(argv)
 
 
@@ -117,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given, mesh = arguments(argv), make_mesh(1, 1)
     rows = {"rows": given.rows, "row_tokens": given.row_tokens}
     config = Config(
-        train=Train(steps=100, attention_block=given.attention_block, **rows),
+        train=Train(steps=100, **rows),
         data=Data(max_prompt_tokens=PROMPT),
         rollout=Rollout(max_new_tokens=ANSWER),
     )

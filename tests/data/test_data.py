@@ -30,7 +30,7 @@ def make_config(
         data=replace(
             config.data,
             train=str(train),
-            **{"eval_size": 3, "duplicates": "keep", "max_too_long": 1.0, **knobs},
+            **{"eval_size": 3, "duplicates": "keep", **knobs},
         ),
         rollout=replace(config.rollout, prompts=prompts),
         sft=replace(config.sft, steps=sft_steps),
@@ -453,14 +453,14 @@ def test_duplicates_and_evaluation_prompts_are_not_trained_on(tmp_path):
 
 def test_more_long_prompts_than_allowed_are_an_error(tmp_path):
     rows = [{"prompt": "x" * n, "answer": "1"} for n in range(1, 11)]
-    config = make_config(write(tmp_path / "a.jsonl", rows), eval_size=0, max_too_long=0.2)
+    config = make_config(write(tmp_path / "a.jsonl", rows), eval_size=0)
     eight = replace(config, data=replace(config.data, max_prompt_tokens=8))
     assert datasets.load(eight, make_tokenizer()).describe() == (
         "data: 8 of 10 rows (dropped: 2 longer than data.max_prompt_tokens), 0 of evaluation"
     )
-    message = failure(replace(config, data=replace(config.data, max_prompt_tokens=7)))
+    message = failure(replace(config, data=replace(config.data, max_prompt_tokens=4)))
     assert (
-        "3 of 10 prompts are longer than data.max_prompt_tokens 7: raise it (the longest has 10"
+        "6 of 10 prompts are longer than data.max_prompt_tokens 4: raise it (the longest has 10"
         in message
     )
 

@@ -25,7 +25,7 @@ def opened(total: int, first: int = 0, width: int = 200, **options) -> console.P
     """A display that writes to a string, of a terminal with `force_terminal`."""
     is_terminal = options.pop("force_terminal", False)
     out = Console(file=io.StringIO(), width=width, force_terminal=is_terminal)
-    return console.Progress(total, first, options.pop("live", False), console=out, **options)
+    return console.Progress(total, first, console=out, **options)
 
 
 def lines_of(progress: console.Progress) -> list[str]:
@@ -36,7 +36,7 @@ def lines_of(progress: console.Progress) -> list[str]:
 
 
 def test_progress_is_one_plain_line_per_step_where_there_is_no_terminal():
-    progress = opened(100, 90, live=True)
+    progress = opened(100, 90)
     progress.step(91, {**VALUES, "timing_s/step": 4.0})
     progress.step(92, {**VALUES, "timing_s/step": 8.0})
     COMPILATION.info("an important message")
@@ -51,31 +51,26 @@ def test_progress_is_one_plain_line_per_step_where_there_is_no_terminal():
 
 def test_a_terminal_keeps_the_lines_that_a_file_has_above_a_bar():
     piped = opened(3)
-    shown = opened(3, width=80, live=True, force_terminal=True)
-    plain = opened(3, width=80, force_terminal=True)
+    shown = opened(3, width=80, force_terminal=True)
     for step in (1, 2, 3):
-        for one in (piped, shown, plain):
+        for one in (piped, shown):
             one.step(step, {**VALUES, "timing_s/step": 1.0})
     screen = shown.console.file.getvalue()
-    assert lines_of(shown) == lines_of(plain) == lines_of(piped)
-    assert "━" in screen and "\x1b[" in screen and "\x1b[" not in plain.console.file.getvalue()
+    assert lines_of(shown) == lines_of(piped)
+    assert "━" in screen and "\x1b[" in screen
 
 
-@pytest.mark.parametrize("details", [False, True])
-def test_compilations_are_summarized_without_details(details, monkeypatch):
+def test_compilations_are_summarized(monkeypatch):
     monkeypatch.setattr(console.time, "monotonic", lambda: 1.0)
-    progress = opened(2, details=details)
+    progress = opened(2)
     for seconds in (3.0, 0.4, 8.0):
         COMPILATION.debug("compiled a chunk", extra={"compile_seconds": seconds})
     COMPILATION.debug("loaded another")
     progress.step(1, {"timing_s/step": 12.0})
     progress.step(2, {"timing_s/step": 1.0})
     lines = lines_of(progress)
-    if details:
-        assert lines[:4] == ["compiled a chunk"] * 3 + ["loaded another"]
-    else:
-        assert lines[0] == "compiled 3 programs in 11 s" and lines[1].startswith("step 1/2")
-    assert len(lines) == (6 if details else 3)
+    assert lines[0] == "compiled 3 programs in 11 s" and lines[1].startswith("step 1/2")
+    assert len(lines) == 3
 
 
 def test_a_long_compilation_is_printed_before_the_step_ends(monkeypatch):
@@ -164,7 +159,7 @@ def test_numbers_of_a_column_end_below_one_another():
     "text", ["bad_rewards:two", ":smile:", "[red]x[/red] [/]", "[bold]", "\\[x]"]
 )
 def test_texts_are_printed_as_they_are(text):
-    for options in ({}, {"live": True, "force_terminal": True}):
+    for options in ({}, {"force_terminal": True}):
         progress = opened(2, **options)
         progress.say(text)
         logging.getLogger("tlt_jax").warning("%s", text)

@@ -44,7 +44,7 @@ class Cells(HTMLParser):
 def shown():
     """A table of ten steps, and every HTML that it has shown."""
     texts: list[str] = []
-    table = notebook.Table(10, 0, True, texts.append)
+    table = notebook.Table(10, 0, texts.append)
     yield table, texts
     table.close()
 
@@ -88,7 +88,7 @@ def test_a_long_run_sends_no_more_than_its_latest_rows(shown):
 def test_the_loggers_are_restored():
     logger = logging.getLogger("tlt_jax")
     before = logger.level, logger.propagate, [*logger.handlers]
-    notebook.Table(10, 0, True, lambda text: None).close()
+    notebook.Table(10, 0, lambda text: None).close()
     assert (logger.level, logger.propagate, logger.handlers) == before
 
 
@@ -104,15 +104,14 @@ def kernel(monkeypatch, shell: object) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize(("shell", "knob", "kind"), [
-    (SimpleNamespace(kernel=object()), "true", notebook.Table),
-    (SimpleNamespace(kernel=object()), "false", Progress),
-    (SimpleNamespace(), "true", Progress),  # IPython in a terminal
-    (None, "true", Progress),
+@pytest.mark.parametrize(("shell", "kind"), [
+    (SimpleNamespace(kernel=object()), notebook.Table),
+    (SimpleNamespace(), Progress),  # IPython in a terminal
+    (None, Progress),
 ])  # fmt: skip
-def test_a_run_in_a_kernel_shows_the_table(monkeypatch, tmp_path, shell, knob, kind):
+def test_a_run_in_a_kernel_shows_the_table(monkeypatch, tmp_path, shell, kind):
     texts = kernel(monkeypatch, shell)
-    words = ["--config", "quickstart", "--run", str(tmp_path), "--log.progress", knob]
+    words = ["--config", "quickstart", "--run", str(tmp_path)]
     with Writer(configuration.parse(words), 3) as writer:
         assert type(writer.progress) is kind
         writer.say("one line")

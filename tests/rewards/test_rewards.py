@@ -45,7 +45,7 @@ def probe(prompt, completion, row):
         heavy = {"jax", "jaxlib", "flax", "torch", "transformers"}
         return {"score": os.getpid(), "heavy": len(heavy & {name.split(".")[0] for name in sys.modules})}
     if completion == "greedy":
-        bytearray(2 ** 33)
+        bytearray(2 ** 60)
     if completion == "secret":
         return {"score": 1.0, "seen": "A_SECRET" in os.environ, "known": "A_KNOWN_ONE" in os.environ}
     if completion == "forge":

@@ -32,7 +32,6 @@ TINY = {
     "speculation.drafter": "none",
     "checkpoint.every": 0,
     "checkpoint.export": False,
-    "log.progress": False,
     "sft.cache": "off",
     "rollout.compile_cache": os.environ["TLT_JAX_TEST_PROGRAMS"],
 }  # fmt: skip

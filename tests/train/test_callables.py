@@ -34,7 +34,7 @@ TINY = {
     },
     "mesh.data": 1, "mesh.fake_devices": 0, "data.eval_size": 2, "data.max_prompt_tokens": 16, "sft.steps": 0,
     "rollout.prompts": 2, "rollout.samples": 2, "rollout.max_new_tokens": 8, "train.steps": 1, "eval.every": 0,
-    "checkpoint.every": 1, "checkpoint.export": False, "speculation.drafter": "ngram", "log.progress": False,
+    "checkpoint.every": 1, "checkpoint.export": False, "speculation.drafter": "ngram",
     "rollout.compile_cache": os.environ["TLT_JAX_TEST_PROGRAMS"],
 }  # fmt: skip
 

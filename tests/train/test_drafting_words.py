@@ -68,10 +68,10 @@ def test_explored_strategies_and_single_steps_change_nothing():
 
 @pytest.mark.parametrize("tuner, pool, expected", [
     ("goodput", 0, WHY), ("goodput", 2, "plain decoding is expected to be as fast"),
-    ("threshold", 0, "more than 3 live"),
+    ("threshold:3", 0, "more than 3 live"),
 ])  # fmt: skip
 def test_the_reason_is_that_of_the_tuner(tuner, pool, expected):
-    speculation = Speculation(drafter="ngram", tuner=tuner, threshold=3, strategies=["2_2_4"])
+    speculation = Speculation(drafter="ngram", tuner=tuner, strategies=["2_2_4"])
     made = make.make_tuner(speculation, make.arms(speculation), is_cpu=True)
     engine = SimpleNamespace(tuner=made, cost_table=None)
     state, choice = made.choose(made.init(), 4, 4, 256, (PLAIN,))

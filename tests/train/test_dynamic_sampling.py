@@ -24,7 +24,7 @@ from tlt_jax.data import dataset as datasets
 from tlt_jax.errors import ConfigError
 from tlt_jax.rewards import Scorer
 from tlt_jax.rollout.selecting import Selecting
-from tlt_jax.train import loop
+from tlt_jax.train import dynamic_sampling, loop
 from tlt_jax.train.dynamic_sampling import DynamicSampling
 
 STEPS, KEEP, WINDOW, SAMPLES = 3, 2, 6, 3
@@ -98,7 +98,10 @@ def still(run):
     """Runs of a policy that never changes: one that drops what a step did not need, and one that decodes all of each window."""
     rate = {"optim.learning_rate": 0.0}
     whole = {"rollout.max_prompts": 0, "rollout.prompts": WINDOW}
-    return run("drop", rate | {"rollout.unused": "drop"}), run("everything", rate | whole)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_sampling, "after", lambda config, step, *_: (step + 1) * WINDOW)
+        dropping = run("drop", rate)
+    return dropping, run("everything", rate | whole)
 
 
 def test_a_step_trains_on_the_first_prompts_whose_answers_differ_of_all_answers_to_its_window(
@@ -156,9 +159,8 @@ def test_another_number_of_groups_takes_the_same_answers(run, groups):
     assert completions(ours) == completions(plain)
 
 
-@pytest.mark.parametrize("name", ["keep", "drop"])
-def test_a_resumed_run_ends_with_the_same_bits(run, still, tmp_path, monkeypatch, name):
-    whole, collect, awaited = run(name), Scorer.collect, []
+def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path, monkeypatch):
+    whole, collect, awaited = run("keep"), Scorer.collect, []
 
     def collected(scorer, interrupted):
         awaited.append(collect(scorer, interrupted))
@@ -231,7 +233,7 @@ def test_a_deterministic_run_repeats_and_resumes_bit_for_bit(configure, tmp_path
     "knobs, fix",
     [
         ({"rollout.max_prompts": KEEP}, "rollout.max_prompts 2 is not above rollout.prompts 2.*use 4 or more, or 0"),
-        ({"train.steps": 0, "train.epochs": 1}, "set train.steps, or rollout.unused drop"),
+        ({"train.steps": 0, "train.epochs": 1}, "set train.steps"),
         *(({"algorithm.advantage": "reinforce_pp", "rollout.samples": n},
            r"rollout.max_prompts \d+ with algorithm.advantage reinforce_pp.*use grpo, rloo or dr_grpo, or")
           for n in (1, 3)),
@@ -240,19 +242,3 @@ def test_a_deterministic_run_repeats_and_resumes_bit_for_bit(configure, tmp_path
 def test_prompts_to_try_that_cannot_be_are_refused_with_the_fix(configure, tmp_path, knobs, fix):
     with pytest.raises(ConfigError, match=fix):
         configure(tmp_path, DYNAMIC | knobs)
-
-
-def test_epochs_count_the_prompts_of_the_windows(configure, shared, tmp_path):
-    """Five rows less none for evaluation: 2 epochs have 10, and a step drops what it does not need of 3."""
-    data = {"data.train": shared / "rows.jsonl", "model.tokenizer": shared / "tokenizer"}
-    epochs = {
-        "train.steps": 0,
-        "train.epochs": 2,
-        "rollout.unused": "drop",
-        "rollout.max_prompts": 3,
-    }
-    config = configure(tmp_path / "epochs", DYNAMIC | data | epochs | {"data.eval_size": 0})
-    assert loop.train(config) == cli.DONE
-    assert [line["training/epoch"] for line in lines(config)] == pytest.approx(
-        [3 / 5, 6 / 5, 9 / 5]
-    )

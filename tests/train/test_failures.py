@@ -119,7 +119,6 @@ def test_a_port_that_another_program_has_ends_all_with_a_line_that_names_it(whol
 def test_two_processes_set_a_damaged_checkpoint_aside_together_and_continue(whole, tmp_path):
     """Only one of the two finds the damage, as when it is in that process's part of the arrays."""
     config = stopped_after(3, whole, tmp_path / "run")
-    config = replace(config, checkpoint=replace(config.checkpoint, resume="last_good"))
     with failing(config, 2, 1, "damage", 3) as job:
         assert job.wait() == [cli.DONE] * 2, job.all_said
     assert "3 is corrupt (DATA_LOSS: " in job.said() and "it is set aside" in job.said()

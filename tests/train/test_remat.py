@@ -185,7 +185,7 @@ def config_of(**model) -> Config:
     return Config(
         model=Model(**model),
         mesh=Mesh(data=2, model=2),
-        train=Train(steps=1, rows=4, row_tokens=512, logits_chunk=64, attention_block=64),
+        train=Train(steps=1, rows=4, row_tokens=512),
         data=Data(max_prompt_tokens=256),
         rollout=Rollout(max_new_tokens=256),
     )
@@ -194,7 +194,7 @@ def config_of(**model) -> Config:
 def test_kept_bytes_are_worked_by_hand():
     """Of 2 of 4 rows of 512 tokens, with the heads and the MLP halved over `model`, in float32."""
     model = replace(SIZES, num_heads=8, num_kv_heads=4, head_dim=8, mlp_dim=96)
-    recipe = Recipe.of(config_of(), model, make_mesh(2, 2), 1)
+    recipe = replace(Recipe.of(config_of(), model, make_mesh(2, 2), 1), logits_chunk=64)
     found = remat.layer_bytes(recipe, 2, 512)
     tokens, heads, width = 2 * 512, 4, 8
     attention = heads * width + 2 * 2 * width  # queries; keys and values
@@ -247,9 +247,9 @@ def test_the_estimate_is_near_what_a_gpu_needs():
     """Compiled for an H200. While a layer's gradient is made, the head's, 13 % of all, waits."""
     model = ModelConfig("qwen2", 49152, 768, 4, 12, 2, 64, 3072, 2048, qkv_bias=True)
     mesh = make_mesh(1, 1, describe("h200:1").devices)
-    train = Train(steps=1, rows=4, row_tokens=2048, logits_chunk=256)
+    train = Train(steps=1, rows=4, row_tokens=2048)
     config = replace(config_of(compute_dtype="bfloat16"), train=train)
-    recipe = replace(Recipe.of(config, model, mesh, 1), remat=(PRODUCTS,) * 4)
+    recipe = replace(Recipe.of(config, model, mesh, 1), remat=(PRODUCTS,) * 4, logits_chunk=256)
     rows = policy_batch.abstract_rows(mesh, 4, 2048, ("recorded",))
     sums, state = policy_update.abstract_sums(recipe, rows), policy_update.abstract_state(recipe)
     lowered = policy_update.programs(recipe).accumulate.lower(sums, state.params, rows)

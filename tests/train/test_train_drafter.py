@@ -56,11 +56,7 @@ KNOBS = {
     "drafter_training.learning_rate": 0.01,
     "checkpoint.every": 1,
     "checkpoint.keep": 9,
-    "log.progress": False,
 }
-
-
-BLOCK = {"drafter_training.block_size": 4}
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +138,8 @@ def text_file(path: Path, rows: list[dict]) -> Path:
     [
         pytest.param("eagle", {"drafter_training.unroll": 2}, 0.93, marks=pytest.mark.matrix),
         ("eagle3", {"drafter_training.unroll": 2}, 0.96),
-        pytest.param("dflash", BLOCK, 0.85, marks=pytest.mark.matrix),
-        ("dspark", BLOCK, 0.85),
+        pytest.param("dflash", {}, 0.85, marks=pytest.mark.matrix),
+        ("dspark", {}, 0.85),
     ],
 )
 def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(
@@ -205,7 +201,7 @@ def test_a_resumed_training_ends_with_the_same_bits_and_answers_nothing_anew(
 
 
 def test_a_resumed_training_of_a_block_drafter_draws_the_same_anchors(whole, configure, tmp_path):
-    knobs = {"drafter_training.kind": "dspark", "drafter_training.vocab": 9} | BLOCK
+    knobs = {"drafter_training.kind": "dspark", "drafter_training.vocab": 9}
     knobs["drafter_training.texts"] = Path(whole.run) / "drafter" / "answers"
     one, other = (configure(tmp_path / name, knobs) for name in ("one", "other"))
     assert drafter.train(one) == cli.DONE
@@ -310,11 +306,7 @@ def test_a_drafter_can_be_trained_on_and_given_texts_without_any_answers(
     start, block = {"drafter_training.start": tmp_path / "block"}, {"drafter_training.start": ""}
     for wrong, message in (
         (start | {"drafter_training.unroll": 2}, "unroll 2: a dspark drafter drafts all positions"),
-        (start | {"drafter_training.layers": 1}, "layers 1: the drafter of drafter_training.start"),
-        (block | {"drafter_training.block_size": 4}, "block_size 4: only for dflash and dspark"),
         (block | {"drafter_training.kind": "dflash", "drafter_training.unroll": 2}, "unroll 2: a dfl"),
-        (block | {"drafter_training.kind": "dflash", "drafter_training.block_size": 1},
-         "block_size 1: a dflash drafter needs at least 2"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             drafter.train(configure(tmp_path / "wrong", knobs | wrong))

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from training_runs import preempt, raise_at
 
 from tlt_jax.config import Config
 from tlt_jax.config.schema import TENSORBOARD, WANDB, Log, Mesh
-from tlt_jax.metrics import ChunkRecord, Record, Writer, weights_and_biases
+from tlt_jax.metrics import ChunkRecord, Record, Writer, weights_and_biases, writer
 from tlt_jax.train import loop, step_metrics
 
 needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="needs the extra wandb")
@@ -61,8 +61,10 @@ QUIET = {"WANDB_ERROR_REPORTING": "false"}
 
 
 @pytest.fixture
-def config(tmp_path) -> Config:
-    log = Log(trackers=[TENSORBOARD, WANDB], texts=2, texts_every=2, progress=False)
+def config(tmp_path, monkeypatch) -> Config:
+    monkeypatch.setattr(writer, "TEXTS", 2)
+    monkeypatch.setattr(writer, "TEXTS_EVERY", 2)
+    log = Log(trackers=[TENSORBOARD, WANDB])
     return Config(run=str(tmp_path / "runs" / "mine"), mesh=Mesh(data=1), log=log)
 
 
@@ -161,15 +163,16 @@ def test_wandb_has_what_tensorboard_has_by_name_and_step(config, offline):
 
 
 @needs_wandb
-def test_the_run_there_has_the_name_the_project_and_the_configuration(config, offline):
+def test_the_run_there_has_the_name_the_project_and_the_configuration(config, offline, monkeypatch):
     write(config, range(1, 3))
     (attempt,) = attempts(config)
     (run,) = [record.run for record in attempt if record.WhichOneof("record_type") == "run"]
     resolved = {one.key: json.loads(one.value_json) for one in run.config.update}
     assert {name: resolved[name] for name in asdict(config)} == asdict(config)
     assert (run.display_name, run.project, run.entity) == ("runs/mine", "tlt_jax", "")
-    log = replace(config.log, wandb_name="first", wandb_project="math", wandb_entity="team")
-    write(replace(config, log=log), range(1, 3))
+    for name, value in {"NAME": "first", "PROJECT": "math", "ENTITY": "team"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    write(config, range(1, 3))
     run = next(r.run for r in attempts(config)[-1] if r.WhichOneof("record_type") == "run")
     assert (run.display_name, run.project, run.entity) == ("first", "math", "team")
 
@@ -220,7 +223,7 @@ def test_without_a_server_all_is_stored_for_later(config, offline, monkeypatch):
 def test_training_that_is_interrupted_writes_one_run_there_and_nothing_elsewhere(
     tmp_path, configure, offline, monkeypatch
 ):
-    knobs = {"log.trackers": [TENSORBOARD, WANDB], "log.texts_every": 1}
+    knobs = {"log.trackers": [TENSORBOARD, WANDB]}
     config = configure(tmp_path / "run", knobs)
     raise_at(monkeypatch, step_metrics, "of_step", 2, preempt)
     assert loop.train(config) == 75 and loop.train(config) == 0
@@ -275,7 +278,7 @@ def test_wandb_without_a_key_is_one_line_at_once(tmp_path):
 
 
 @needs_wandb
-def test_a_project_that_wandb_would_refuse_is_one_line(config, offline):
-    wrong = replace(config, log=replace(config.log, wandb_project="a/b"))
-    with pytest.raises(ValueError, match="log.wandb_project: .*'a/b'.*: use another name"):
-        weights_and_biases.check_trackers(wrong)
+def test_a_project_that_wandb_would_refuse_is_one_line(config, offline, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "a/b")
+    with pytest.raises(ValueError, match="WANDB_PROJECT: .*'a/b'.*: use another name"):
+        weights_and_biases.check_trackers(config)

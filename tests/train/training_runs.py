@@ -49,7 +49,6 @@ KNOBS = {
     "checkpoint.every": 1,
     "checkpoint.keep": 9,
     "reward.environment": ["TOY_REWARD_SECONDS", "TOY_REWARD_RAISES", "JAX_PROCESS_ID"],
-    "log.progress": False,
     "sft.cache": "off",
 }  # fmt: skip
 

@@ -352,4 +352,4 @@ class Store:
         others = [other for other in self.steps() if other != step]
         if not others:
             return "no other checkpoint exists; a new run needs another run folder"
-        return f"set checkpoint.resume last_good to resume from step {max(others)}"
+        return f"the run resumes from step {max(others)}"

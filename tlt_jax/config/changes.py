@@ -13,13 +13,12 @@ from tlt_jax.errors import ConfigError
 # rounding, no token and no update of a step.
 FREE = ("run", "override", "model.remat", "mesh.", "log.", "profile.", "processes.", "eval.", "checkpoint.", "speculation.",
         "idle_training.", "drafter_training.share", "rollout.slots", "rollout.batch_buckets", "rollout.cache_buckets",
-        "rollout.chunk", "rollout.compile_cache", "sft.cache", "reward.workers", "reward.memory_mib",
-        "reward.environment", "data.max_too_long", "train.steps", "train.epochs")  # fmt: skip
+        "rollout.chunk", "rollout.compile_cache", "sft.cache", "reward.workers",
+        "reward.environment", "train.steps", "train.epochs")  # fmt: skip
 # Knobs that a resumed run may change with --override: they affect later steps.
 OVERRIDABLE = ("optim.", "algorithm.", "reward.terms", "reward.timeout_s", "reward.failure_score", "reward.overlong_",
                "rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.max_new_tokens", "rollout.stop",
-               "rollout.max_prompts", "rollout.unused", "train.row_tokens", "train.rows", "train.logits_chunk",
-               "train.attention_block", "drafter_training.steps",
+               "rollout.max_prompts", "train.row_tokens", "train.rows", "drafter_training.steps",
                "drafter_training.learning_rate")  # fmt: skip
 LENGTH = ("train.steps", "train.epochs")
 EVALUATION = "eval."  # knobs that may always change, and whose changes are named and recorded

@@ -22,7 +22,6 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 ALL_LINEAR = "all-linear"
 REWARDS = ("task", "math", "math_flexible", "gsm8k", "gsm8k_flexible", "exact", "format")
 DROP = "drop"  # value of data.duplicates
-KEEP = "keep"  # value of rollout.unused
 NGRAM, ADAPTIVE = "ngram", "adaptive"  # values of speculation.drafter; any other one is a directory
 PPO, GSPO, CISPO = "ppo", "gspo", "cispo"  # values of algorithm.loss
 REINFORCE_PP = "reinforce_pp"  # value of algorithm.advantage
@@ -30,7 +29,6 @@ LOSS, REWARD = "loss", "reward"  # values of algorithm.kl_in
 TOKEN, SEQUENCE = "token", "sequence"  # values of algorithm.importance
 KEPT, FILTERED = "kept", "filtered"  # values of algorithm.overlong
 TENSORBOARD, WANDB = "tensorboard", "wandb"  # values of log.trackers
-LATEST, LAST_GOOD = "latest", "last_good"  # values of checkpoint.resume
 # Names in the run folder: the configuration, all messages with compilations, the scalars by step of the run and of its
 # supervised warm start, the answers, and the final policy.
 RESOLVED, LOG, METRICS, WARM_START = "config.yaml", "log.txt", "metrics.jsonl", "warm_start.jsonl"
@@ -89,11 +87,6 @@ class Model:
         f"dtype of matrix products, rollout weights and KV cache: {' | '.join(DTYPES)}",
         one_of=DTYPES,
     )
-    matmul_precision: str = knob(
-        "default",
-        "jax_default_matmul_precision: default | high | highest",
-        one_of=("default", "high", "highest"),
-    )
     remat: str = knob(
         AUTO,
         "gradient checkpointing: what a layer computes again in the backward pass of the policy update. none: nothing | full: "
@@ -117,7 +110,6 @@ class Mesh:
         "split the host CPU into this many devices; 0: use the available devices",
         at_least=0,
     )
-    xla_flags: str = knob("", "appended to XLA_FLAGS before JAX starts")
 
 
 @dataclass(frozen=True)
@@ -168,12 +160,6 @@ class Data:
         "", "text appended to each prompt; of chat messages to the last one of the user"
     )
     max_prompt_tokens: int = knob(512, "longer prompts are dropped and counted", at_least=1)
-    max_too_long: float = knob(
-        0.2,
-        "maximum share of rows dropped as too long; a larger share is an error",
-        at_least=0,
-        at_most=1,
-    )
     duplicates: str = knob(
         DROP,
         "rows of data.train with a repeated prompt, or with a prompt of data.eval. drop: dropped and counted, but a warm start "
@@ -191,12 +177,6 @@ class Rollout:
         "dynamic sampling (DAPO): prompts whose answers all score alike are replaced by further ones while the rollout runs, "
         "until rollout.prompts are left that do not, or this many were tried; 0: none is replaced",
         at_least=0,
-    )
-    unused: str = knob(
-        KEEP,
-        "prompts of rollout.max_prompts that a step did not need. keep: the next step starts with them, with new answers | "
-        "drop: it starts after them",
-        one_of=(KEEP, "drop"),
     )
     samples: int = knob(8, "answers per prompt (the group of GRPO)", at_least=1)
     temperature: float = knob(1.0, "sampling temperature; 0 is greedy", at_least=0)
@@ -250,8 +230,9 @@ class Speculation:
     )
     tuner: str = knob(
         "goodput",
-        "policy that chooses the strategy of the next chunk. goodput: highest predicted tokens per second | threshold: "
-        "drafts when few sequences are live | beg_mab: the paper's bandit | fixed: always the first strategy | "
+        "policy that chooses the strategy of the next chunk. goodput: highest predicted tokens per second | threshold or "
+        "threshold:N: drafts when at most N (32) sequences of a data group are live | beg_mab: the paper's bandit | fixed: "
+        "always the first strategy | "
         "module:function: returns your Tuner of the strategies. With drafter adaptive, only goodput waits until the learned "
         "drafter pays",
         one_of=("goodput", "threshold", "beg_mab", "fixed"),
@@ -263,11 +244,6 @@ class Speculation:
         "large, compute-bound batches a single draft token (1_1_2) can be the only one that pays. With drafter adaptive, "
         "n-grams draft trees of topk 1, the learned drafter all trees, and both together (merged) those of topk 2 or more; "
         "ngram:3_1_4, learned:3_1_4 or merged:6_4_16 selects one of them",
-    )
-    threshold: int = knob(
-        32,
-        "with speculation.tuner threshold: maximum live sequences of a data group that drafts",
-        at_least=1,
     )
 
 
@@ -299,11 +275,6 @@ class Reward:
     )
     failure_score: float = knob(
         0.0, "score of an answer whose reward timed out, crashed or raised an error"
-    )
-    memory_mib: int = knob(
-        8192,
-        "memory limit of a scoring process, in MiB; a score beyond it fails; 0: no limit",
-        at_least=0,
     )
     environment: list[str] = knob(
         [],
@@ -412,18 +383,6 @@ class Train:
         "packed rows of one gradient accumulation step on the whole mesh; 0: one per data group",
         at_least=0,
     )
-    logits_chunk: int = knob(
-        1024,
-        "targets per chunk of the update's logits, in each data group, and at most a quarter of its tokens; in the "
-        "drafter's update tokens",
-        at_least=1,
-    )
-    attention_block: int = knob(
-        128,
-        "queries per block of attention scores in the update, where no library kernel is used: on CPUs, in float32, "
-        "and in the drafter's update",
-        at_least=1,
-    )
 
 
 @dataclass(frozen=True)
@@ -477,17 +436,14 @@ class DrafterTraining:
     learning_rate: float = knob(
         1e-4, "peak learning rate, cosine to a tenth, 5 % warm-up", at_least=0
     )
-    unroll: int = knob(0, "draft steps trained at every position (training-time test); 0: 1 for eagle, 5 for eagle3",
-                       at_least=0)  # fmt: skip
+    unroll: int = knob(
+        0,
+        "draft steps trained at every position (training-time test); 0: 1 for eagle, 5 for eagle3",
+        at_least=0,
+    )
     vocab: int = knob(
         0,
         "draft vocabulary of a new eagle3, dflash or dspark drafter: the most frequent tokens; 0: all, at most 32000",
-        at_least=0,
-    )
-    layers: int = knob(0, "layers of a new dflash or dspark drafter; 0: 2", at_least=0)
-    block_size: int = knob(
-        0,
-        "queries of a pass of a new dflash or dspark drafter: the tokens that dspark drafts, one more than dflash; 0: 8",
         at_least=0,
     )
 
@@ -543,12 +499,6 @@ class Checkpoint:
         50, "save every n steps and after the last one; 0: only after the last one", at_least=0
     )
     keep: int = knob(2, "number of latest checkpoints to keep", at_least=1)
-    resume: str = knob(
-        LATEST,
-        "checkpoint to resume from. latest: the newest one; a damaged one is an error | last_good: the newest intact one; "
-        "damaged ones are moved to checkpoints/damaged",
-        one_of=(LATEST, LAST_GOOD),
-    )
     best_metric: str = knob(
         "",
         "also keep the best checkpoint by this evaluation metric (for example eval/mean@1); it is chosen anew when a resumed "
@@ -564,32 +514,6 @@ class Log:
         "destinations of the metrics. tensorboard: <run>/tensorboard | wandb: Weights & Biases, which needs the extra "
         "wandb; WANDB_MODE=offline writes to <run>/wandb for `wandb sync`",
         one_of=(TENSORBOARD, WANDB),
-    )
-    wandb_project: str = knob("tlt_jax", "project at Weights & Biases")
-    wandb_entity: str = knob(
-        "", "team or user at Weights & Biases; empty: the default of the API key"
-    )
-    wandb_name: str = knob(
-        "", "name of the run at Weights & Biases; empty: the last two parts of `run`"
-    )
-    texts: int = knob(
-        4,
-        "sample completions sent to the trackers at the first, the last and every log.texts_every-th step",
-        at_least=0,
-    )
-    texts_every: int = knob(
-        10,
-        "steps between sample texts, histograms and timelines; the first and the last step have them too",
-        at_least=1,
-    )
-    level: str = knob(
-        "info",
-        "console output. info: steps, and a summary of compilations | debug: every program too. <run>/log.txt has all",
-        one_of=("info", "debug"),
-    )
-    progress: bool = knob(
-        True,
-        "live progress display on a terminal, and a table that grows in a notebook; plain lines elsewhere",
     )
 
 

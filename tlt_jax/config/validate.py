@@ -12,7 +12,6 @@ from tlt_jax.config.schema import (
     AUTO,
     CISPO,
     GSPO,
-    KEEP,
     NONE,
     PPO,
     REINFORCE_PP,
@@ -264,10 +263,10 @@ def validate_dynamic_sampling(config: Config) -> None:
             f"rollout.max_prompts {rollout.max_prompts} is not above rollout.prompts {rollout.prompts}: no prompt could be "
             f"replaced: use {2 * rollout.prompts} or more, or 0"
         )
-    if rollout.max_prompts and rollout.unused == KEEP and train.epochs:
+    if rollout.max_prompts and train.epochs:
         raise ConfigError(
             f"train.epochs {train.epochs} with rollout.max_prompts {rollout.max_prompts}: how many prompts a step takes is not "
-            "known before, so neither is the number of steps: set train.steps, or rollout.unused drop"
+            "known before, so neither is the number of steps: set train.steps"
         )
 
 

@@ -27,6 +27,7 @@ from tlt_jax.errors import DataError
 from tlt_jax.keys import ROLLOUT_STREAM, SFT_STREAM, order_seed
 
 EVAL, TRAIN = "eval", "train"  # parts of the data
+MOST_TOO_LONG = 0.5  # a larger share of prompts that are too long is a mistake
 
 
 @dataclass(frozen=True)
@@ -362,7 +363,7 @@ def _split_order(config: Config, prompts: Sequence[Prompt]) -> list[int]:
 def _short_enough(prompts: list[Prompt], data: Data) -> tuple[list[Prompt], int]:
     """The prompts of 1 to data.max_prompt_tokens tokens, renumbered, and how many were longer.
 
-    Raises DataError for a prompt without tokens, and when the share of longer ones exceeds data.max_too_long.
+    Raises DataError for a prompt without tokens, and when the share of longer ones exceeds MOST_TOO_LONG.
     """
     problems, limit = Problems(), data.max_prompt_tokens
     for prompt in prompts:
@@ -376,9 +377,9 @@ def _short_enough(prompts: list[Prompt], data: Data) -> tuple[list[Prompt], int]
     problems.stop_if_any()
     kept = [p for p in prompts if len(p.tokens) <= limit]
     dropped, longest = len(prompts) - len(kept), max((len(p.tokens) for p in prompts), default=0)
-    if prompts and (not kept or dropped > data.max_too_long * len(prompts)):
+    if prompts and (not kept or dropped > MOST_TOO_LONG * len(prompts)):
         raise DataError(
             f"{dropped} of {len(prompts)} prompts are longer than data.max_prompt_tokens {limit}: raise it (the longest has "
-            f"{longest} tokens), or data.max_too_long, the share that may be dropped"
+            f"{longest} tokens), or leave them out of the data: at most {MOST_TOO_LONG:.0%} are dropped"
         )
     return [Prompt(i, p.tokens, p.row, p.text) for i, p in enumerate(kept)], dropped

@@ -15,7 +15,7 @@ PROCESSES = ("JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"
 COUNT = "--xla_force_host_platform_device_count"
 # Where NVIDIA's driver shows a GPU, as JAX looks for one.
 NVIDIA = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
-# XLA flags of every run that may find accelerators; flags of the environment and of mesh.xla_flags override them.
+# XLA flags of every run that may find accelerators; flags of the environment override them.
 # - Data groups run programs on their own devices, and all devices programs together. NCCL communicators that are split
 #   from one another have deadlocked in this order (openxla/xla 15935, 36981, 39372): each is created separately.
 # - A chunk of rounds is a loop. By default each round is a CUDA graph that the host launches and waits for; with WHILE
@@ -33,7 +33,7 @@ DETERMINISTIC_FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_autotune_l
 
 
 def set_environment(config: Config) -> None:
-    """Sets fake devices, XLA flags, matrix precision and 64-bit numbers; call before JAX makes its devices.
+    """Sets fake devices, XLA flags and 64-bit numbers; call before JAX makes its devices.
 
     A process that has made its devices keeps them: ConfigError when there are too few.
     """
@@ -44,21 +44,14 @@ def set_environment(config: Config) -> None:
             f"{COUNT}={config.mesh.fake_devices}"
         ]
         os.environ["JAX_PLATFORMS"] = "cpu"
-    flags += [flag for flag in config.mesh.xla_flags.split() if flag not in flags]
-    if flags:
         os.environ["XLA_FLAGS"] = " ".join(flags)
     if os.environ.get("JAX_PLATFORMS") != "cpu":
         set_accelerator_flags(config)
     wide = "float64" in (config.model.param_dtype, config.model.compute_dtype)
-    precision = config.model.matmul_precision
     jax = sys.modules.get("jax")
     if jax is None:
         os.environ.update({"JAX_ENABLE_X64": "1"} if wide else {})
-        os.environ.update(
-            {"JAX_DEFAULT_MATMUL_PRECISION": precision} if precision != "default" else {}
-        )
         return
-    jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
     jax.config.update("jax_enable_x64", wide or jax.config.jax_enable_x64)
     if config.mesh.fake_devices:
         jax.config.update("jax_platforms", "cpu")

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from tlt_jax.config import Config
 from tlt_jax.drafter import block_loss, eagle_loss
 from tlt_jax.drafter.recipe import Recipe
-from tlt_jax.models import drafter as drafters
+from tlt_jax.models import drafter as drafters, targets
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.drafter import DrafterConfig
 from tlt_jax.optimizer import Adam
@@ -29,7 +29,7 @@ def recipe_of(config: Config, model: ModelConfig, drafter: DrafterConfig, mesh: 
         model, drafter, mesh,
         Adam.short(config, knobs.learning_rate, knobs.steps),
         objective,
-        train.seed, config.model.param_dtype, config.model.compute_dtype, train.logits_chunk, train.attention_block,
+        train.seed, config.model.param_dtype, config.model.compute_dtype, *targets.blocks(model.vocab_size, mesh),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ COMPILES_EVERY_S = 20.0  # seconds between two lines about compilations without 
 
 
 class Progress:
-    """Shows a line for each step and each evaluation, and with `live` on a terminal a bar below them.
+    """Shows a line for each step and each evaluation, and on a terminal a bar below them.
 
     While it is open, records of the package's loggers are printed too, as `Messages` says; compilations are summarized. No
     text is read as markup.
@@ -28,9 +28,7 @@ class Progress:
         self,
         total_steps: int,
         first_step: int,
-        live: bool,
         console: Console | None = None,
-        details: bool = False,
     ):
         self.console = console or Console(soft_wrap=True)
         self._programs, self._compile_s = 0, 0.0  # compiled since the last line about compilations
@@ -38,7 +36,7 @@ class Progress:
         self._pace, self._widths = Pace(total_steps, first_step), [0] * 15  # of the columns so far
 
         self._bar = None
-        if live and self.console.is_terminal:
+        if self.console.is_terminal:
             columns = (
                 TextColumn("step"),
                 MofNCompleteColumn(),
@@ -51,7 +49,7 @@ class Progress:
             )
             self._bar.start()
 
-        self._messages = Messages(self, details)
+        self._messages = Messages(self)
 
     def step(self, step: int, values: Mapping[str, float]) -> str:
         """Shows a finished step; its line, as wide as where there is no terminal."""
@@ -124,12 +122,12 @@ class Display(Protocol):
 class Messages(logging.Handler):
     """Passes the records of the package's loggers to a display, until it is closed.
 
-    Those below INFO are messages only with `details`; without it compilations (records with `compile_seconds`) are counted.
+    Those below INFO are for the log alone; compilations (records with `compile_seconds`) are counted.
     """
 
-    def __init__(self, display: Display, details: bool):
+    def __init__(self, display: Display):
         super().__init__()
-        self._display, self._details, logger = display, details, logging.getLogger("tlt_jax")
+        self._display, logger = display, logging.getLogger("tlt_jax")
         self._before = logger.level, logger.propagate
         logger.addHandler(self)
         logger.setLevel(logging.DEBUG)
@@ -144,7 +142,7 @@ class Messages(logging.Handler):
         super().close()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._details or record.levelno >= logging.INFO:
+        if record.levelno >= logging.INFO:
             self._display.say(self.format(record))
         elif (seconds := getattr(record, "compile_seconds", None)) is not None:
             self._display.compiled(seconds)

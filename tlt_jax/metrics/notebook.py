@@ -55,16 +55,14 @@ class Table:
         self,
         total_steps: int,
         first_step: int,
-        live: bool,
         show: Callable[[str], None] | None = None,
-        details: bool = False,
     ):
         self._show, self._pace = show or display(), Pace(total_steps, first_step)
         self._rows: deque[Mapping[str, float] | str] = deque(maxlen=SHOWN)
         self._count = 0  # of rows, with those that are no longer shown
         self._drawn = time.monotonic()
         self._programs, self._compile_s = 0, 0.0
-        self._messages = Messages(self, details)
+        self._messages = Messages(self)
         self.draw()
 
     def step(self, step: int, values: Mapping[str, float]) -> str:

@@ -39,15 +39,20 @@ def check_trackers(config: Config) -> None:
         )
     wandb = imported(Path(config.run))
     try:
-        wandb.Settings(project=config.log.wandb_project)
+        wandb.Settings(project=project())
     except wandb.Error as error:
-        raise ConfigError(f"log.wandb_project: {one_line(error)}: use another name") from error
+        raise ConfigError(f"WANDB_PROJECT: {one_line(error)}: use another name") from error
     is_online = os.environ.get("WANDB_MODE", "online") == "online"
     if is_online and not wandb.login(prompt=False, verify=False):
         raise ConfigError(
             f"log.trackers names {WANDB}, and no API key is set: run `wandb login`, set WANDB_API_KEY, or set "
             "WANDB_MODE=offline"
         )
+
+
+def project() -> str:
+    """The project of the run: W&B's own variable, or this package's name."""
+    return os.environ.get("WANDB_PROJECT", "tlt_jax")
 
 
 def imported(run: Path) -> Any:
@@ -109,13 +114,14 @@ class WeightsAndBiases:
 
     def _begin(self, config: Config, name: str) -> Any:
         """The new or resumed W&B run of this id; an offline run when the server cannot be reached."""
-        shown = config.log.wandb_name or "/".join(Path(config.run).parts[-2:])[-LONGEST_NAME:]
+        shown = (
+            os.environ.get("WANDB_NAME") or "/".join(Path(config.run).parts[-2:])[-LONGEST_NAME:]
+        )
         arguments = {
             "dir": config.run,
             "id": name,
             "resume": "allow",
-            "project": config.log.wandb_project,
-            "entity": config.log.wandb_entity or None,
+            "project": project(),
             "name": shown,
             "config": dataclasses.asdict(config),
             "allow_val_change": True,

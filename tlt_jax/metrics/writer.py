@@ -29,6 +29,8 @@ from tlt_jax.metrics.weights_and_biases import WeightsAndBiases
 
 SPECULATION = "speculation"
 TIMELINE = "timeline"
+# Sample answers sent to the trackers, and steps between them, which histograms and images have too.
+TEXTS, TEXTS_EVERY = 4, 10
 
 TRACKERS = {TENSORBOARD: TensorBoard, WANDB: WeightsAndBiases}
 
@@ -120,11 +122,8 @@ class Writer:
         self._log = LogFile(self._folder / LOG, encoding="utf-8", delay=True)
         self._log.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         logging.getLogger("tlt_jax").addHandler(self._log)
-        is_detailed = config.log.level == "debug"
-        show = notebook.Table if config.log.progress and notebook.is_kernel() else Progress
-        self.progress = show(
-            total_steps, resumed_from or 0, config.log.progress, details=is_detailed
-        )
+        show = notebook.Table if notebook.is_kernel() else Progress
+        self.progress = show(total_steps, resumed_from or 0)
         made = [make for name, make in TRACKERS.items() if name in config.log.trackers]
         self._trackers = [make(config, first_step) for make in (MetricsFiles, *made)]
         self.text(first_step, "config", f"```yaml\n{to_yaml(config)}\n```")
@@ -171,17 +170,16 @@ class Writer:
     ) -> None:
         """Writes an RL step.
 
-        Completions, chunks and scalars at every step; texts, histograms and the timeline at the first, the last and
-        every log.texts_every-th step.
+        Completions, chunks, the timeline and scalars at every step; texts, histograms and images at the first, the last
+        and every TEXTS_EVERY-th step.
         """
         self.lines(COMPLETIONS, step, records)
         if chunks:
             self.lines(SPECULATION, step, chunks)
-
-        log = self._config.log
+        self.file(TIMELINE, f"{step:06d}.json", json.dumps(timeline.trace(spans, chunks, phases)))
         self.scalars(step, scalars)
 
-        if step in (1, self._steps) or step % log.texts_every == 0:
+        if step in (1, self._steps) or step % TEXTS_EVERY == 0:
             self.histogram(step, "response_length/histogram", [record.length for record in records])
             self.histogram(step, "reward/histogram", [record.reward for record in records])
 
@@ -194,15 +192,8 @@ class Writer:
                 self.histogram(step, "speculation/accepted/histogram", np.concatenate(drafted))
 
             self.image(step, "rollout/timeline", timeline.draw(spans, self._config.mesh.data))
-            self.file(
-                TIMELINE, f"{step:06d}.json", json.dumps(timeline.trace(spans, chunks, phases))
-            )
-            if log.texts:
-                self.text(
-                    step,
-                    "rollout/samples",
-                    "\n\n---\n\n".join(sample(one) for one in records[: log.texts]),
-                )
+            shown = "\n\n---\n\n".join(map(sample, records[:TEXTS]))
+            self.text(step, "rollout/samples", shown)
 
         self.progressed(step, scalars)
 

@@ -192,13 +192,7 @@ def new_drafter_config(config: Config, model: ModelConfig) -> DrafterConfig:
     if knobs.kind == "eagle":
         return drafters.for_policy(model, knobs.kind)
     changes = {"draft_vocab_size": min(knobs.vocab or DRAFT_VOCAB, model.vocab_size)}
-    if knobs.kind in drafters.BLOCK_KINDS:
-        changes |= {"num_layers": knobs.layers} if knobs.layers else {}
-        changes |= {"block_size": knobs.block_size} if knobs.block_size else {}
-    try:
-        return drafters.for_policy(model, knobs.kind, **changes)
-    except ValueError as error:
-        raise ConfigError(f"drafter_training: {error}") from None
+    return drafters.for_policy(model, knobs.kind, **changes)
 
 
 def check_drafter_training(config: Config) -> None:
@@ -210,13 +204,6 @@ def check_drafter_training(config: Config) -> None:
             reason = "the drafter of drafter_training.start has its own"
         raise ConfigError(f"drafter_training.vocab {knobs.vocab}: {reason}: set it to 0")
     is_block = knobs.kind in drafters.BLOCK_KINDS
-    for name in ("layers", "block_size"):
-        value = getattr(knobs, name)
-        if value and (knobs.start or not is_block):
-            reason = f"only for {' and '.join(drafters.BLOCK_KINDS)}, and the kind is {knobs.kind}"
-            if knobs.start:
-                reason = "the drafter of drafter_training.start has its own"
-            raise ConfigError(f"drafter_training.{name} {value}: {reason}: set it to 0")
     if knobs.unroll and is_block and not knobs.start:
         raise not_unrolled(knobs.unroll, knobs.kind)
 

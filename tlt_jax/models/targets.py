@@ -22,9 +22,23 @@ from tlt_jax.shapes import shaped
 
 FEWEST = 4  # chunks that the tokens of a data group are divided into, at least
 
+LOGITS = 1024  # most targets whose logits exist at once, in each data group
+CPU_LOGITS = 2**24  # most logits of a chunk on a CPU, whose caches and memory are small
+
 PyTree = Any
 # Logits [G, length, V] and values of the same targets [G, length] to the loss of each group [G], and to sums and maxima [G].
 Rule = Callable[[Array, PyTree], tuple[Array, tuple[dict[str, Array], dict[str, Array]]]]
+
+
+def blocks(vocab_size: int, mesh: Mesh) -> tuple[int, int]:
+    """Targets per chunk of an update's logits, and queries per block of attention scores without a library kernel.
+
+    By the kind of the devices: tuned on CPUs of two cores, and for accelerators the sizes of common libraries.
+    """
+    if mesh.devices.flat[0].platform != "cpu":
+        return LOGITS, 512
+    most = max(1, CPU_LOGITS // vocab_size)
+    return min(LOGITS, 1 << most.bit_length() - 1), 64
 
 
 class Targets(NamedTuple):

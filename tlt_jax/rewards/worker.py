@@ -26,6 +26,7 @@ from tlt_jax.rewards import terms
 # Environment variables that workers get; names that end in * are prefixes.
 PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "PYTHON*", "OMP_*",
           "OPENBLAS_*", "MKL_*", "HF_*")  # fmt: skip
+LEAST_MEMORY = 2**33  # bytes of data memory that a worker may always have
 
 
 def environment(names: Sequence[str]) -> dict[str, str]:
@@ -50,10 +51,15 @@ def main(descriptor: int, alive: int) -> None:
     pipe = Connection(descriptor)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         config = pipe.recv()
-        if config.reward.memory_mib:
-            limit = config.reward.memory_mib * 2**20
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        limit = memory_limit()
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         serve(pipe, config)
+
+
+def memory_limit() -> int:
+    """Bytes of data memory of a worker: an eighth of the host's memory, and at least LEAST_MEMORY."""
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(LEAST_MEMORY, host // 8)
 
 
 def start_thread(pipe: Connection, config: Config) -> threading.Thread:

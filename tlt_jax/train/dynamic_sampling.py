@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import KEEP
 from tlt_jax.data.dataset import Dataset
 from tlt_jax.data.encoder import Prompt
 from tlt_jax.rewards import Scorer, overlong
@@ -81,12 +80,11 @@ def window(config: Config, dataset: Dataset, step: int, position: int | None) ->
 def after(config: Config, step: int, position: int | None, choice: Choice | None) -> int | None:
     """The position after the step that followed `step` steps: after the last prompt that its choice looked at.
 
-    With rollout.unused drop, after its window. None while every step took rollout.prompts prompts.
+    None while every step took rollout.prompts prompts.
     """
     if choice is None:
         return None if position is None else position + config.rollout.prompts
-    used = choice.tried if config.rollout.unused == KEEP else config.rollout.max_prompts
-    return start(config, step, position) + used
+    return start(config, step, position) + choice.tried
 
 
 def taken(prompts: Sequence[Prompt], choice: Choice | None) -> list[Prompt]:

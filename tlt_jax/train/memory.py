@@ -57,8 +57,8 @@ KNOBS = {
     "drafter optimizer": "mesh.data (the moments are sharded over it)",
     "drafter features": "train.rows or train.row_tokens, or drafter_training.share 0 (then only idle groups train the drafter)",
     "gradients": "mesh.data (their sums are sharded over it), or model.lora.rank (adapters have few)",
-    "logits chunk": "train.logits_chunk",
-    "temporaries": "train.rows, model.remat full, train.attention_block or train.logits_chunk in the update; rollout.slots "
+    "logits chunk": "mesh.model (the vocabulary is sharded over it)",
+    "temporaries": "train.rows or model.remat full in the update; rollout.slots "
     "or the nodes of speculation.strategies in the rollout",
 }
 
@@ -116,7 +116,7 @@ def learning(config: Config, recipe: Recipe, drafter: DrafterConfig | None) -> d
         "weights": device_bytes(policy),  # with adapters also their base
         "optimizer": device_bytes(state.opt_state),
         "gradients": device_bytes(state.params) * 4 // jnp.dtype(config.model.param_dtype).itemsize,
-        "logits chunk": targets.chunk_length(tokens, config.train.logits_chunk) * vocab * 4,
+        "logits chunk": targets.chunk_length(tokens, recipe.logits_chunk) * vocab * 4,
     }
     if config.algorithm.kl_coef and not recipe.lora:  # else the base is the reference
         kinds["reference"] = kinds["weights"]

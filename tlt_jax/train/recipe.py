@@ -10,7 +10,7 @@ from tlt_jax.config import Config
 from tlt_jax.config.schema import LOSS
 from tlt_jax.config.validate import importance
 from tlt_jax.data import packing
-from tlt_jax.models import lora
+from tlt_jax.models import lora, targets
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.low_rank import Lora
 from tlt_jax.models.remat import Remat
@@ -51,6 +51,6 @@ class Recipe:
         return cls(
             model, mesh, Adam.of(config, total_steps), objective,
             config.model.param_dtype, config.model.compute_dtype, (config.model.remat,) * model.num_layers,
-            config.train.logits_chunk, config.train.attention_block, packing.longest(config),
+            *targets.blocks(model.vocab_size, mesh), packing.longest(config),
             lora.chosen(config.model.lora),
         )  # fmt: skip

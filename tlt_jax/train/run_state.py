@@ -10,7 +10,6 @@ from flax import struct
 
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config
-from tlt_jax.config.schema import LAST_GOOD
 from tlt_jax.drafter import recipe as drafter_recipe
 from tlt_jax.drafter.investment import Investment
 from tlt_jax.errors import CheckpointError, DamagedCheckpoint
@@ -107,7 +106,6 @@ def restore(
 
 
 def resume(
-    config: Config,
     store: Store,
     policy: Recipe,
     drafter: drafter_recipe.Recipe | None,
@@ -116,8 +114,8 @@ def resume(
 ) -> RunState | None:
     """The state of the newest checkpoint, with the drafter of this recipe if it was saved; None without a checkpoint.
 
-    With checkpoint.resume last_good damaged checkpoints are set aside, except the only one left: a run
-    that had checkpoints never starts from scratch by itself. Raises CheckpointError.
+    Damaged checkpoints are set aside, except the only one left: a run that had checkpoints never starts
+    from scratch by itself. Raises CheckpointError.
     """
     while (step := store.latest()) is not None:
         try:
@@ -125,7 +123,7 @@ def resume(
             like = abstract(step, policy, drafter if has_drafter else None)
             return restore(store, like, tuner, basis)
         except DamagedCheckpoint as error:
-            if config.checkpoint.resume != LAST_GOOD or len(store.steps()) == 1:
+            if len(store.steps()) == 1:
                 raise
             log.warning("%s; it is set aside", error)
             store.set_aside(step)

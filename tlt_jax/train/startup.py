@@ -197,8 +197,7 @@ def resume(parts: Machinery, store: Store) -> RunState | None:
     """The state of the newest checkpoint; None without one. Raises CheckpointError."""
     drafter = parts.drafter.recipe if parts.drafter else None
     engine = parts.engine
-    config = parts.setup.config
-    return run_state.resume(config, store, parts.recipe, drafter, engine.tuner, engine.basis)
+    return run_state.resume(store, parts.recipe, drafter, engine.tuner, engine.basis)
 
 
 def new_state(

@@ -14,6 +14,8 @@ from tlt_jax.tuner.arms import parse_arms
 from tlt_jax.tuner.cost_model import OnePass
 from tlt_jax.tuner.interface import Tuner
 
+FEW = 32  # most live sequences of a data group that drafts, with the tuner threshold
+
 
 def arms(speculation: Speculation) -> tuple[Strategy, ...]:
     """The strategies of speculation.strategies, without plain decoding; none without a drafter.
@@ -87,12 +89,14 @@ def make_tuner(
     """
     if not arms:
         return fixed.fixed(OFF)
+    kind, _, most = speculation.tuner.partition(":")
+    if kind == "threshold" and (not most or most.isdecimal()):
+        return fixed.threshold(arms, int(most or FEW))
     if extension.is_own(speculation.tuner):
         return own_tuner(speculation.tuner, arms)
 
     makers = {
         "fixed": lambda: fixed.fixed(arms[0]),
-        "threshold": lambda: fixed.threshold(arms, speculation.threshold),
         "beg_mab": lambda: beg_mab.beg_mab(arms),
         "goodput": lambda: goodput.goodput(
             arms, node_cost=node_cost(is_cpu), learning=(LEARNED, MERGED), one_pass=one_pass
