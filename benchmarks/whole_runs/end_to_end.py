@@ -127,7 +127,7 @@ def take_turn(
                 shutil.copytree(kept, programs[arm])
             arguments[arm] = [
                 "--config", args.config, *shared, *changes, "--run", str(folders[arm]),
-                "--rollout.compile_cache", str(programs[arm]), "--log.texts_every", "1",
+                "--rollout.compile_cache", str(programs[arm]),
             ]  # fmt: skip
             if is_cold and args.cold_steps:
                 arguments[arm] += ["--train.steps", str(args.cold_steps)]
