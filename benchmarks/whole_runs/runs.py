@@ -27,7 +27,7 @@ from benchmarks.common.results import print_header, print_row
 from benchmarks.common.timing import interval, ratio
 from tlt_jax import atomic
 from tlt_jax.config.schema import METRICS
-from tlt_jax.metrics import scalars_file
+from tlt_jax.metrics.run import read_scalars
 
 PLAIN = "plain"  # the arm without speculation
 PHASES = {
@@ -87,7 +87,7 @@ def read_run(folder: Path, wall: float) -> Run:
 
 def read_steps(folder: Path) -> dict[int, Scalars]:
     """The scalars of every RL step of a run folder, with those of the evaluation after it."""
-    lines = scalars_file.read(folder / METRICS)
+    lines = read_scalars(folder / METRICS)
     return {line["step"]: line for line in lines if "timing_s/step" in line}
 
 

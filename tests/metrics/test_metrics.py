@@ -89,7 +89,7 @@ def write(config: Config, steps, resumed_from: int | None = None):
 
 def read(config: Config) -> EventAccumulator:
     events = EventAccumulator(
-        str(Path(config.run) / "tensorboard"), {"tensors": 0, "images": 0, "histograms": 0}
+        str(Path(config.run) / "tensorboard"), {"tensors": 0, "histograms": 0}
     )
     return events.Reload()
 
@@ -113,8 +113,6 @@ def test_a_run_writes_scalars_histograms_texts_images_and_completions(config):
     )
     depths = events.Histograms("speculation/accepted/histogram")[1].histogram_value
     assert (depths.num, depths.max, depths.sum) == (10, 2, 8)
-    image = events.Images("rollout/timeline")[-1]
-    assert (image.step, image.width, image.height) == (4, timeline.WIDTH, 116)
     text = events.Tensors("rollout/samples/text_summary")[1].tensor_proto.string_val[0].decode()
     assert "    <b>2" in text and text.count("**reward") == 2
     assert (
@@ -156,7 +154,7 @@ def test_each_step_appears_once_after_resumes_from_a_checkpoint(config):
     assert steps_of(events.Scalars("reward/mean")) == list(range(1, 9))
     assert steps_of(events.Scalars("eval/mean@1")) == [2, 4, 6, 8]
     for shown in (
-        events.Histograms("reward/histogram"), events.Images("rollout/timeline"),
+        events.Histograms("reward/histogram"),
         events.Tensors("rollout/samples/text_summary"),
     ):  # fmt: skip
         assert steps_of(shown) == [1, 2, 4, 6, 8], "the first one and every second one"
@@ -297,33 +295,15 @@ def test_a_name_outside_the_list_is_refused_with_the_closest_one(config):
 
 def test_the_names_are_unique():
     assert len({metric.name for metric in NAMES}) == len(NAMES)
-    assert {metric.kind for metric in NAMES} == {"scalar", "histogram", "image", "text"}
+    assert {metric.kind for metric in NAMES} == {"scalar", "histogram", "text"}
 
 
-def test_the_timeline_shows_each_group_in_its_lane_and_the_idle_share_is_exact():
-    pixels = timeline.draw(SPANS, 2)
-    middle = timeline.LEFT + (timeline.WIDTH - timeline.LEFT - 10) // 4
-
-    def color(fraction: float, group: int) -> tuple[int, ...]:
-        column = timeline.LEFT + int((timeline.WIDTH - timeline.LEFT - 10) * fraction)
-        return tuple(pixels[timeline.TOP + timeline.LANE * group + timeline.LANE // 2, column])
-
-    assert middle and pixels.dtype == np.uint8
-    assert (
-        color(0.1, 0) == timeline.COLORS["prefill"] and color(0.6, 0) == timeline.COLORS["decode"]
-    )
-    assert (
-        color(0.1, 1) == timeline.COLORS["decode"] and color(0.4, 1) == timeline.COLORS["speculate"]
-    )
-    assert (
-        len(set(timeline.COLORS.values())) == len(timeline.COLORS)
-        and color(0.8, 1) == timeline.COLORS["wait"]
-    )
+def test_the_idle_share_is_exact():
     assert idle_share(SPANS, 2) == pytest.approx(2 / 8)
-    assert idle_share([], 2) == 0 and timeline.draw([], 2).shape == pixels.shape
+    assert idle_share([], 2) == 0
 
 
-def test_with_more_than_sixteen_groups_the_latest_have_a_lane():
+def test_groups_are_ordered_by_the_end_of_their_decoding():
     ends = {group: 1.0 + (7 * group) % 1000 for group in range(1000)}
     spans = [SimpleNamespace(group=group, kind="decode", start=0.0, end=end) for group, end in ends.items()]  # fmt: skip
     spans += [
@@ -331,12 +311,6 @@ def test_with_more_than_sixteen_groups_the_latest_have_a_lane():
     ]  # idle work does not count as decoding
     latest = sorted(ends, key=ends.get)[-16:]
     assert timeline.latest(spans, 1000)[:16] == latest[::-1] and 5 not in latest
-    pixels = timeline.draw(spans, 1000)
-    assert len(pixels) == timeline.TOP + 16 * timeline.LANE + timeline.BOTTOM
-    for lane in range(16):
-        middle = pixels[timeline.TOP + lane * timeline.LANE + timeline.LANE // 2]
-        assert tuple(middle[timeline.LEFT + 20]) == timeline.COLORS["decode"]
-    assert len(timeline.draw([], 17)) == len(pixels) == len(timeline.draw([], 16))
 
 
 class Looked(SimpleNamespace):
@@ -410,9 +384,3 @@ def test_a_group_is_busy_or_waits_for_the_compiler_or_is_idle():
         )
     assert idle_share(SPANS, 2) > idle_share(SPANS, 2, dict.fromkeys((0, 1), [(12.0, 14.0)])) == 0
     assert group_seconds([], {}, 1, (0.0, 4.0)) == [(0, 0, 4)]
-
-
-@pytest.mark.parametrize("seconds", [0.003, 0.9, 1.0, 7.0, 59.0, 12345.0])
-def test_ticks_are_few_and_inside(seconds):
-    ticks = timeline.ticks(seconds)
-    assert 2 <= len(ticks) <= 10 and ticks[0] == 0 and ticks[-1] <= seconds

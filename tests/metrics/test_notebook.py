@@ -1,4 +1,4 @@
-"""Progress in a notebook: the rows that its table has, where it is used, and what it costs."""
+"""console.Progress in a notebook: the rows that its table has, where it is used, and what it costs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from tlt_jax.config import load as configuration
-from tlt_jax.metrics import Writer, notebook
-from tlt_jax.metrics.console import Progress
+from tlt_jax.metrics import Writer, console
 
 VALUES = {"reward/mean": 0.5, "response_length/mean": 31.6, "timing_s/step": 2.0}
 
@@ -44,7 +43,7 @@ class Cells(HTMLParser):
 def shown():
     """A table of ten steps, and every HTML that it has shown."""
     texts: list[str] = []
-    table = notebook.Table(10, 0, texts.append)
+    table = console.Table(10, 0, texts.append)
     yield table, texts
     table.close()
 
@@ -73,7 +72,7 @@ def test_records_of_the_package_are_rows_and_compilations_a_count(shown):
     log.debug("no row")
     table.step(1, VALUES)
     assert [row[0] for row in Cells(texts[-1]).rows] == ["step", "a warning", "1/10"]
-    assert "1 programs compiled in 3 s" in texts[-1]
+    assert "compiled 1 program in 3 s" in texts[-1]
 
 
 def test_a_long_run_sends_no_more_than_its_latest_rows(shown):
@@ -81,14 +80,14 @@ def test_a_long_run_sends_no_more_than_its_latest_rows(shown):
     for step in range(1, 1001):
         table.step(step, VALUES)
     rows = Cells(texts[-1]).rows
-    assert len(rows) == 1 + notebook.SHOWN and rows[-1][0] == "1000/10"
-    assert f"{1000 - notebook.SHOWN} earlier rows are not shown" in texts[-1]
+    assert len(rows) == 1 + console.SHOWN and rows[-1][0] == "1000/10"
+    assert f"{1000 - console.SHOWN} earlier rows are not shown" in texts[-1]
 
 
 def test_the_loggers_are_restored():
     logger = logging.getLogger("tlt_jax")
     before = logger.level, logger.propagate, [*logger.handlers]
-    notebook.Table(10, 0, lambda text: None).close()
+    console.Table(10, 0, lambda text: None).close()
     assert (logger.level, logger.propagate, logger.handlers) == before
 
 
@@ -105,9 +104,9 @@ def kernel(monkeypatch, shell: object) -> list[str]:
 
 
 @pytest.mark.parametrize(("shell", "kind"), [
-    (SimpleNamespace(kernel=object()), notebook.Table),
-    (SimpleNamespace(), Progress),  # IPython in a terminal
-    (None, Progress),
+    (SimpleNamespace(kernel=object()), console.Table),
+    (SimpleNamespace(), console.Progress),  # IPython in a terminal
+    (None, console.Progress),
 ])  # fmt: skip
 def test_a_run_in_a_kernel_shows_the_table(monkeypatch, tmp_path, shell, kind):
     texts = kernel(monkeypatch, shell)
@@ -115,13 +114,13 @@ def test_a_run_in_a_kernel_shows_the_table(monkeypatch, tmp_path, shell, kind):
     with Writer(configuration.parse(words), 3) as writer:
         assert type(writer.progress) is kind
         writer.say("one line")
-    assert ("one line" in "".join(texts)) == (kind is notebook.Table)
+    assert ("one line" in "".join(texts)) == (kind is console.Table)
 
 
 def test_ipython_is_not_imported_to_find_out(monkeypatch):
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    assert not notebook.is_kernel() and "IPython" not in sys.modules
-    assert not re.search(r"^(import|from) IPython", open(notebook.__file__).read(), re.M)
+    assert not console.is_kernel() and "IPython" not in sys.modules
+    assert not re.search(r"^(import|from) IPython", open(console.__file__).read(), re.M)
 
 
 def test_an_evaluation_is_a_row_and_the_line_of_the_log(shown):

@@ -19,8 +19,8 @@ from tlt_jax.config import Config
 from tlt_jax.config.load import to_yaml
 from tlt_jax.config.schema import Mesh
 from tlt_jax.errors import ConfigError
-from tlt_jax.metrics import Record, Writer, scalars_file
-from tlt_jax.metrics.scalars_file import ScalarsFile
+from tlt_jax.metrics import Record, Writer
+from tlt_jax.metrics.run import ScalarsFile, read_scalars
 
 ROOT = Path(tlt_jax.__file__).parents[1]
 PAGE = (ROOT / "docs" / "run_folder.md").read_text()
@@ -117,11 +117,11 @@ def test_an_evaluation_that_was_cut_off_leaves_its_step_whole(tmp_path, kept):
     start = before.index(b"\n") + 1
     path.write_bytes(after[: start + kept] + before[start + kept :])
     resumed = ScalarsFile(path, 8)
-    assert [line["step"] for line in scalars_file.read(path)] == [6, 7]
-    assert scalars_file.read(path)[1].items() >= step.items()
+    assert [line["step"] for line in read_scalars(path)] == [6, 7]
+    assert read_scalars(path)[1].items() >= step.items()
     resumed.write(7, {"eval/mean@1": 0.5, "eval/pass@1": 0.25})
     resumed.write(8, {"reward/mean": 1.0})
-    assert scalars_file.read(path)[1] == {
+    assert read_scalars(path)[1] == {
         "step": 7,
         **step,
         "eval/mean@1": 0.5,
@@ -143,7 +143,7 @@ def test_a_damaged_line_is_left_out_and_logged(config, caplog):
     path = Path(config.run) / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], b"\x00\xff\n", *lines[2:]]))
-    assert [line["step"] for line in scalars_file.read(path)] == [0, 1, 2, 3]
+    assert [line["step"] for line in read_scalars(path)] == [0, 1, 2, 3]
     assert "1 lines that cannot be read" in caplog.text
 
 

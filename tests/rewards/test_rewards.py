@@ -19,7 +19,7 @@ from tlt_jax.errors import RewardError
 from tlt_jax.rewards import Score, Scorer, scorer as scorer_module, terms, worker
 
 USER_REWARD = """
-import ctypes, os, subprocess, sys, time
+import ctypes, os, resource, subprocess, sys, time
 
 def probe(prompt, completion, row):
     if completion == "hang":
@@ -45,7 +45,7 @@ def probe(prompt, completion, row):
         heavy = {"jax", "jaxlib", "flax", "torch", "transformers"}
         return {"score": os.getpid(), "heavy": len(heavy & {name.split(".")[0] for name in sys.modules})}
     if completion == "greedy":
-        bytearray(2 ** 60)
+        bytearray(resource.getrlimit(resource.RLIMIT_DATA)[0])
     if completion == "secret":
         return {"score": 1.0, "seen": "A_SECRET" in os.environ, "known": "A_KNOWN_ONE" in os.environ}
     if completion == "forge":

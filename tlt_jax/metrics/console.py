@@ -1,12 +1,15 @@
-"""Progress on the console: a line for each step, on a terminal above a live bar; knows no files."""
+"""Progress of a run: a line for each step, on a terminal above a live bar; in a notebook a table that grows."""
 
 from __future__ import annotations
 
+import html
 import logging
+import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn
@@ -15,115 +18,96 @@ from rich.text import Text
 RECENT = 20  # latest steps whose mean duration predicts the remaining time
 WIDTH = 120  # columns of a line where there is no terminal
 COMPILES_EVERY_S = 20.0  # seconds between two lines about compilations without another line
+SHOWN = 200  # latest rows of a notebook's table, which is sent again at each step
+REDRAW_S = 1.0  # least seconds between two times that a table shows compilations
+# Title, metric and format of each column; one appears with the first step that has its metric.
+COLUMNS = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("length", "response_length/mean", "{:.0f}"),
+    ("loss", "drafter/loss", "{:.3f}"),
+    ("agreement", "drafter/agreement@1", "{:.3f}"),
+    ("tokens/s", "perf/tokens_per_second", "{:,.0f}"),
+    ("s/step", "timing_s/step", "{:.1f}"),
+    ("accept", "speculation/accept_length", "{:.2f}"),
+    ("idle", "idle/ratio", "{:.0%}"),
+    ("ratio", "actor/sequence_ratio_max", "{:.3f}"),
+    ("masked", "rollout_corr/rollout_rs_seq_masked_fraction", "{:.1%}"),
+)
+CELL = '<td style="text-align:right">{}</td>'
 
 
-class Progress:
-    """Shows a line for each step and each evaluation, and on a terminal a bar below them.
+class Display(ABC):
+    """Shows steps, evaluations and messages of a run, of which `first_step` steps are done.
 
-    While it is open, records of the package's loggers are printed too, as `Messages` says; compilations are summarized. No
-    text is read as markup.
+    While it is open, records of the package's loggers are shown too. Those below INFO are for the log alone; compilations
+    (records with `compile_seconds`) are summarized.
     """
 
-    def __init__(
-        self,
-        total_steps: int,
-        first_step: int,
-        console: Console | None = None,
-    ):
-        self.console = console or Console(soft_wrap=True)
-        self._programs, self._compile_s = 0, 0.0  # compiled since the last line about compilations
-        self._compiles_said = time.monotonic()
-        self._pace, self._widths = Pace(total_steps, first_step), [0] * 15  # of the columns so far
+    width = WIDTH  # columns of a shown line
 
-        self._bar = None
-        if self.console.is_terminal:
-            columns = (
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(None),
-                TextColumn("{task.fields[status]}", markup=False),
-            )
-            self._bar = Bar(*columns, console=self.console)
-            self._task = self._bar.add_task(
-                "train", total=total_steps, completed=first_step, status="starting"
-            )
-            self._bar.start()
-
+    def __init__(self, total_steps: int, first_step: int):
+        self._total, self._done = total_steps, first_step
+        self._durations: deque[float] = deque(maxlen=RECENT)
+        self._last = time.monotonic()
+        self._widths = [0] * 15  # of the columns so far
+        self._programs, self._compile_s = 0, 0.0  # compiled, and not said yet
         self._messages = Messages(self)
 
+    @abstractmethod
+    def say(self, text: str) -> None:
+        """Shows a message as it is: no text is markup."""
+
+    @abstractmethod
+    def show(self, step: int, values: Mapping[str, float], cells: Sequence[str]) -> None:
+        """Shows a finished step: its values, or the cells of its line."""
+
+    @abstractmethod
+    def recount(self) -> None:
+        """Shows that one more program was compiled, unless that was shown a moment ago."""
+
+    def close(self) -> None:
+        """Ends the display, and restores the loggers."""
+        self._messages.close()
+
     def step(self, step: int, values: Mapping[str, float]) -> str:
-        """Shows a finished step; its line, as wide as where there is no terminal."""
-        self._pace.add(step, values)
-        self._say_compiles()
-        cells = self._aligned([self._pace.place(step), *columns(values, self._pace)])
-        self.say(fitted(cells, self._width))
-        if self._bar:
-            self._bar.update(self._task, completed=step, status=self._pace.left)
+        """Shows a finished step, whose seconds are its metric, or else those since the last one; its line of the log."""
+        now = time.monotonic()
+        self._durations.append(values.get("timing_s/step", now - self._last))
+        self._last, self._done = now, step
+        per_step = sum(self._durations) / len(self._durations)
+        cells = [self._place(step), *columns(values, per_step, self._left())]
+        self._widths = [max(one, len(cell)) for one, cell in zip(self._widths, cells, strict=True)]
+        pairs = zip(cells, self._widths, strict=True)
+        cells = [cell.rjust(width) for cell, width in pairs if width]
+        self.show(step, values, cells)
         return fitted(cells, WIDTH)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> str:
-        """Shows an evaluation; its line, as wide as where there is no terminal."""
-        cells = [self._pace.place(step), "evaluation:", *scores(values)]
-        self.say(fitted(cells, self._width))
+        """Shows an evaluation; its line of the log."""
+        cells = [self._place(step), "evaluation:", *scores(values)]
+        self.say(fitted(cells, self.width))
         return fitted(cells, WIDTH)
-
-    @property
-    def _width(self) -> int:
-        return self.console.width if self.console.is_terminal else WIDTH
-
-    def _aligned(self, cells: Sequence[str]) -> list[str]:
-        """The cells that this step has, each as wide as the widest of its column so far."""
-        self._widths = [
-            max(width, len(cell)) for width, cell in zip(self._widths, cells, strict=True)
-        ]
-        return [cell.rjust(width) for cell, width in zip(cells, self._widths, strict=True) if width]
 
     def compiled(self, seconds: float) -> None:
         """Adds a program to the summary of compilations."""
         self._programs, self._compile_s = self._programs + 1, self._compile_s + seconds
-        if self._bar:
-            self._bar.update(self._task, status=self._compiles())
-        elif time.monotonic() - self._compiles_said > COMPILES_EVERY_S:
-            self._say_compiles()
+        self.recount()
 
     def _compiles(self) -> str:
         programs = f"{self._programs} program{'s' if self._programs > 1 else ''}"
         return f"compiled {programs} in {self._compile_s:.0f} s"
 
-    def _say_compiles(self) -> None:
-        """Prints the compilations since the last time, when they took a second or more."""
-        if self._compile_s >= 1:
-            self.say(self._compiles())
-            self._programs, self._compile_s = 0, 0.0
-        self._compiles_said = time.monotonic()
+    def _left(self) -> str:
+        """The expected time to the last step."""
+        per_step = sum(self._durations) / len(self._durations)
+        return f"{clock(per_step * (self._total - self._done))} to go"
 
-    def say(self, text: str) -> None:
-        """Prints a line above the bar, as it is."""
-        self.console.print(Text(text), soft_wrap=True)
-
-    def close(self) -> None:
-        """Ends the display, and restores the loggers."""
-        self._messages.close()
-        if self._bar:
-            self._bar.stop()
-            self._bar = None
-
-
-class Display(Protocol):
-    """What shows the messages of a run."""
-
-    def say(self, text: str) -> None:
-        """Shows a message."""
-
-    def compiled(self, seconds: float) -> None:
-        """Counts a program that was compiled in so many seconds."""
+    def _place(self, step: int) -> str:
+        return f"step {step}/{self._total}"
 
 
 class Messages(logging.Handler):
-    """Passes the records of the package's loggers to a display, until it is closed.
-
-    Those below INFO are for the log alone; compilations (records with `compile_seconds`) are counted.
-    """
+    """Passes the records of the package's loggers to a display, until it is closed."""
 
     def __init__(self, display: Display):
         super().__init__()
@@ -148,36 +132,131 @@ class Messages(logging.Handler):
             self._display.compiled(seconds)
 
 
-class Pace:
-    """How far a run of `total` steps is, of which `done` are done, and how fast its latest steps are."""
+class Progress(Display):
+    """A line for each step and each evaluation, and on a terminal a bar below them."""
 
-    def __init__(self, total: int, done: int):
-        self.total, self.done = total, done
-        self.durations: deque[float] = deque(maxlen=RECENT)
-        self._last = time.monotonic()
+    def __init__(self, total_steps: int, first_step: int, console: Console | None = None):
+        self.console = console or Console(soft_wrap=True)
+        self._compiles_said = time.monotonic()
+        self._bar = None
+        if self.console.is_terminal:
+            self.width = self.console.width
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(None),
+                TextColumn("{task.fields[status]}", markup=False),
+            )
+            self._bar = Bar(*columns, console=self.console)
+            self._task = self._bar.add_task(
+                "train", total=total_steps, completed=first_step, status="starting"
+            )
+            self._bar.start()
+        super().__init__(total_steps, first_step)
 
-    def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Notes a finished step: its seconds are its metric, or else those since the last one."""
-        now = time.monotonic()
-        self.durations.append(values.get("timing_s/step", now - self._last))
-        self._last, self.done = now, step
+    def show(self, step: int, values: Mapping[str, float], cells: Sequence[str]) -> None:
+        self._say_compiles()
+        self.say(fitted(cells, self.width))
+        if self._bar:
+            self._bar.update(self._task, completed=step, status=self._left())
 
-    @property
-    def per_step(self) -> float:
-        """Mean seconds of the latest steps."""
-        return sum(self.durations) / len(self.durations)
+    def recount(self) -> None:
+        if self._bar:
+            self._bar.update(self._task, status=self._compiles())
+        elif time.monotonic() - self._compiles_said > COMPILES_EVERY_S:
+            self._say_compiles()
 
-    @property
-    def left(self) -> str:
-        """The expected time to the last step."""
-        return f"{clock(self.per_step * (self.total - self.done))} to go"
+    def _say_compiles(self) -> None:
+        """Prints the compilations since the last time, when they took a second or more."""
+        if self._compile_s >= 1:
+            self.say(self._compiles())
+            self._programs, self._compile_s = 0, 0.0
+        self._compiles_said = time.monotonic()
 
-    def place(self, step: int) -> str:
-        """`step 3/10`."""
-        return f"step {step}/{self.total}"
+    def say(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
+    def close(self) -> None:
+        super().close()
+        if self._bar:
+            self._bar.stop()
+            self._bar = None
 
 
-def columns(values: Mapping[str, float], pace: Pace) -> list[str]:
+class Table(Display):
+    """A table with a row for each step and message, in a notebook. `draw` replaces the HTML of the output."""
+
+    def __init__(
+        self, total_steps: int, first_step: int, draw: Callable[[str], None] | None = None
+    ):
+        super().__init__(total_steps, first_step)
+        self._draw = draw or output()
+        self._rows: deque[Mapping[str, float] | str] = deque(maxlen=SHOWN)
+        self._count = 0  # of rows, with those that are no longer shown
+        self._redraw()
+
+    def show(self, step: int, values: Mapping[str, float], cells: Sequence[str]) -> None:
+        self._add(
+            {"step": step, **{name: values[name] for _, name, _ in COLUMNS if name in values}}
+        )
+
+    def say(self, text: str) -> None:
+        self._add(text)
+
+    def recount(self) -> None:
+        if time.monotonic() - self._drawn > REDRAW_S:
+            self._redraw()
+
+    def close(self) -> None:
+        super().close()
+        self._redraw()
+
+    def _add(self, row: Mapping[str, float] | str) -> None:
+        self._rows.append(row)
+        self._count += 1
+        self._redraw()
+
+    def _redraw(self) -> None:
+        """Shows the table as it is now."""
+        self._drawn = time.monotonic()
+        steps = [row for row in self._rows if not isinstance(row, str)]
+        columns = [one for one in COLUMNS if any(one[1] in row for row in steps)]
+        head = "".join(f"<th>{title}</th>" for title in ("step", *(one[0] for one in columns)))
+        body = "".join(row_of(row, columns, self._total) for row in self._rows)
+        earlier = self._count - len(self._rows)
+        more = f"<p>{earlier} earlier rows are not shown</p>" if earlier else ""
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        status = [f"step {self._done} of {self._total}"]
+        status += [self._left()] if self._durations else []
+        status += [self._compiles()] if self._programs else []
+        self._draw(f"{more}{table}<p>{html.escape(', '.join(status))}</p>")
+
+
+def row_of(row: Mapping[str, float] | str, columns: Any, total: int) -> str:
+    """A row as HTML: a step, or a message over all columns. A missing value is empty."""
+    if isinstance(row, str):
+        text = html.escape(row)
+        return f'<tr><td colspan="{1 + len(columns)}" style="text-align:left">{text}</td></tr>'
+    cells = [f"{row['step']}/{total}"]
+    cells += [form.format(row[name]) if name in row else "" for _, name, form in columns]
+    return f"<tr>{''.join(map(CELL.format, cells))}</tr>"
+
+
+def is_kernel() -> bool:
+    """Whether this process is the kernel of a notebook. IPython is not imported for it."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
+
+
+def output() -> Callable[[str], None]:
+    """A new output of the current cell; the function replaces its HTML."""
+    from IPython.display import HTML, display
+
+    handle = display(HTML(""), display_id=True)
+    return lambda text: handle.update(HTML(text))
+
+
+def columns(values: Mapping[str, float], per_step: float, left: str) -> list[str]:
     """The columns after the step, the most important first; "" for those that the step has no value for.
 
     Reward, length, number of nonfinite answers, loss and agreement (of a drafter's training), speed, seconds per step, what
@@ -204,8 +283,8 @@ def columns(values: Mapping[str, float], pace: Pace) -> list[str]:
         cell("loss {:.3f}", "drafter/loss"),
         cell("agreement {:.3f}", "drafter/agreement@1"),
         "" if speed is None else f"{short(speed)} tokens/s",
-        f"{pace.per_step:.{1 if pace.per_step < 9.95 else 0}f} s/step",
-        pace.left,
+        f"{per_step:.{1 if per_step < 9.95 else 0}f} s/step",
+        left,
         accept,
         cell("replaced {:.0%}", "groups/replaced"),
         idle,

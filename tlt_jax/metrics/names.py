@@ -15,7 +15,7 @@ class Metric(NamedTuple):
     """The name, kind and meaning of a metric. See HOLES for the placeholders in braces."""
 
     name: str
-    kind: str  # scalar | histogram | image | text
+    kind: str  # scalar | histogram | text
     help: str
 
 
@@ -201,9 +201,7 @@ ROWS = [
     ("drafter/update_steps", "scalar", "optimizer steps of the drafter on packed rows of the RL step"),
     ("drafter/update_tokens", "scalar", "answer tokens of these optimizer steps"),
     ("drafter/share", "scalar", "share of the step's packed rows used for these optimizer steps"),
-    # pictures and texts
-    ("rollout/timeline", "image",
-     "activity of each data group during the rollout, a lane per group; at most 16, the latest ones"),
+    # texts
     ("rollout/samples", "text", "sample prompts and answers with their rewards"),
     ("config", "text", "the resolved configuration"),
 ]  # fmt: skip

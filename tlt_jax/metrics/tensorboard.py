@@ -81,11 +81,6 @@ class TensorBoard:
         self._write(step, summary.text(name, markdown))
         self._events.flush()
 
-    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
-        """Writes an image [height, width, 3] of uint8."""
-        self._write(step, summary.image(name, pixels, dataformats="HWC"))
-        self._events.flush()
-
     def close(self, is_failed: bool) -> None:
         """Closes the file."""
         self._events.close()

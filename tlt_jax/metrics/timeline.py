@@ -1,4 +1,4 @@
-"""Image, trace and busy and idle seconds of a rollout by data group; knows only spans, chunks and phases."""
+"""The trace of a step for Perfetto, and the busy and idle seconds of its data groups."""
 
 from __future__ import annotations
 
@@ -7,25 +7,10 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
 
-COLORS = {
-    "prefill": (242, 142, 43),
-    "decode": (78, 121, 167),
-    "speculate": (118, 183, 178),
-    "catch_up": (176, 122, 161),
-    "harvest": (237, 201, 72),
-    "train": (89, 161, 79),
-    "compile": (225, 87, 89),
-    "wait": (225, 225, 225),
-}
-OTHER = (150, 150, 150)
 ROLLOUT, STEP = 0, 1  # processes of the trace: the data groups, and the phases of the step
 DECODING = ("prefill", "decode", "speculate", "catch_up")
-MOST_LANES = (
-    16  # maximum number of lanes; with more groups, those that finish decoding last have one
-)
-WIDTH, LANE, LEFT, TOP, BOTTOM = 1200, 30, 70, 30, 26
+MOST_GROUPS = 16  # with more data groups metrics are summed up over them
 
 
 Interval = tuple[float, float]  # start and end
@@ -129,47 +114,6 @@ def covered(intervals: Iterable[Interval]) -> float:
     return total
 
 
-def draw(spans: Sequence[Span], groups: int) -> np.ndarray:
-    """uint8 [height, width, 3]: a lane per group, colours by kind, legend, axis in seconds.
-
-    With more than MOST_LANES groups it shows those that finish decoding last.
-    """
-    shown = sorted(latest(spans, groups)[:MOST_LANES])
-    lanes = {group: TOP + LANE * lane for lane, group in enumerate(shown)}
-    first = min((span.start for span in spans), default=0.0)
-    seconds = max((span.end for span in spans), default=0.0) - first or 1.0
-    bottom = TOP + LANE * len(shown)
-    image = Image.new("RGB", (WIDTH, bottom + BOTTOM), "white")
-    canvas, font = ImageDraw.Draw(image), ImageFont.load_default()
-
-    def x(time: float) -> float:
-        return LEFT + (WIDTH - LEFT - 10) * time / seconds
-
-    for group, top in lanes.items():
-        canvas.text((6, top + 8), f"group {group}", fill="black", font=font)
-        canvas.rectangle((x(0), top + 3, x(seconds), top + LANE - 3), fill=COLORS["wait"])
-
-    drawn = [span for span in spans if span.group in lanes]
-    for span in sorted(drawn, key=lambda span: (span.kind != "wait", span.start)):
-        draw_span(canvas, span.kind, lanes[span.group], x(span.start - first), x(span.end - first))
-
-    draw_legend(canvas, font, {*(span.kind for span in drawn), "wait"})
-    for tick in ticks(seconds):
-        canvas.line((x(tick), TOP, x(tick), bottom + 3), fill=(120, 120, 120))
-        canvas.text((x(tick) - 8, bottom + 6), f"{tick:g} s", fill="black", font=font)
-    return np.asarray(image)
-
-
-def draw_span(
-    canvas: ImageDraw.ImageDraw, kind: str, top: float, left: float, right: float
-) -> None:
-    """A span in its lane."""
-    corners = left, top + 3, max(left, right), top + LANE - 3
-    canvas.rectangle(corners, fill=COLORS.get(kind, OTHER))
-    if right - left > 6:  # line between adjacent spans
-        canvas.line((right, top + 3, right, top + LANE - 3), fill="white")
-
-
 def trace(
     spans: Sequence[Span], chunks: Iterable[Chunk] = (), phases: Sequence[Phase] = ()
 ) -> dict[str, list[dict]]:
@@ -218,20 +162,3 @@ def chunk_arguments(one: Chunk) -> dict[str, float | str]:
         "live": one.live,
         "reason": one.reason,
     }
-
-
-def draw_legend(canvas: ImageDraw.ImageDraw, font, kinds: set[str]) -> None:
-    """One square and name per kind, in the order of COLORS."""
-    left = LEFT
-    for kind in [kind for kind in COLORS if kind in kinds] + sorted(kinds - set(COLORS)):
-        canvas.rectangle((left, 8, left + 12, 20), fill=COLORS.get(kind, OTHER))
-        canvas.text((left + 18, 8), kind, fill="black", font=font)
-        left += 40 + canvas.textlength(kind, font=font)
-
-
-def ticks(seconds: float) -> list[float]:
-    """Round times in seconds, at most ten, from 0 to the end."""
-    raw = seconds / 8
-    power = 10.0 ** np.floor(np.log10(raw))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw)
-    return [round(step * i, 9) for i in range(int(seconds / step) + 1)]

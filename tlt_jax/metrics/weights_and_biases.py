@@ -99,10 +99,6 @@ class WeightsAndBiases:
             step, lambda: {name: self._wandb.Html(page, inject=False, data_is_not_path=True)}
         )
 
-    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
-        """Writes an image [height, width, 3] of uint8."""
-        self._write(step, lambda: {name: self._wandb.Image(pixels)})
-
     def close(self, is_failed: bool) -> None:
         """Ends the W&B run after the last upload, or after FINISH_S seconds."""
         if self._run is not None:

@@ -21,15 +21,14 @@ from tlt_jax.config import Config
 from tlt_jax.config.load import to_yaml
 from tlt_jax.config.schema import COMPLETIONS, LOG, TENSORBOARD, WANDB
 from tlt_jax.errors import Interrupted, is_disk_full
-from tlt_jax.metrics import evaluations, names, notebook, timeline
-from tlt_jax.metrics.console import Progress
-from tlt_jax.metrics.scalars_file import MetricsFiles
+from tlt_jax.metrics import console, evaluations, names, timeline
+from tlt_jax.metrics.run import MetricsFiles
 from tlt_jax.metrics.tensorboard import TensorBoard
 from tlt_jax.metrics.weights_and_biases import WeightsAndBiases
 
 SPECULATION = "speculation"
 TIMELINE = "timeline"
-# Sample answers sent to the trackers, and steps between them, which histograms and images have too.
+# Sample answers sent to the trackers, and steps between them, which histograms have too.
 TEXTS, TEXTS_EVERY = 4, 10
 
 TRACKERS = {TENSORBOARD: TensorBoard, WANDB: WeightsAndBiases}
@@ -122,7 +121,7 @@ class Writer:
         self._log = LogFile(self._folder / LOG, encoding="utf-8", delay=True)
         self._log.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         logging.getLogger("tlt_jax").addHandler(self._log)
-        show = notebook.Table if notebook.is_kernel() else Progress
+        show = console.Table if console.is_kernel() else console.Progress
         self.progress = show(total_steps, resumed_from or 0)
         made = [make for name, make in TRACKERS.items() if name in config.log.trackers]
         self._trackers = [make(config, first_step) for make in (MetricsFiles, *made)]
@@ -153,12 +152,6 @@ class Writer:
         for tracker in self._trackers:
             tracker.text(step, name, markdown)
 
-    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
-        """Writes an image [height, width, 3] of uint8."""
-        names.find(name, "image")
-        for tracker in self._trackers:
-            tracker.image(step, name, pixels)
-
     def step(
         self,
         step: int,
@@ -170,7 +163,7 @@ class Writer:
     ) -> None:
         """Writes an RL step.
 
-        Completions, chunks, the timeline and scalars at every step; texts, histograms and images at the first, the last
+        Completions, chunks, the timeline and scalars at every step; texts and histograms at the first, the last
         and every TEXTS_EVERY-th step.
         """
         self.lines(COMPLETIONS, step, records)
@@ -191,7 +184,6 @@ class Writer:
             if drafted:
                 self.histogram(step, "speculation/accepted/histogram", np.concatenate(drafted))
 
-            self.image(step, "rollout/timeline", timeline.draw(spans, self._config.mesh.data))
             shown = "\n\n---\n\n".join(map(sample, records[:TEXTS]))
             self.text(step, "rollout/samples", shown)
 
@@ -249,7 +241,7 @@ class NoWriter:
     def nothing(self, *_) -> None:
         pass
 
-    scalars = histogram = text = image = step = progressed = evaluation = nothing
+    scalars = histogram = text = step = progressed = evaluation = nothing
     lines = file = say = close = nothing
 
 

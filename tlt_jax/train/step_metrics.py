@@ -84,7 +84,7 @@ def of_groups(rollout: RolloutResult, groups: int) -> dict[str, float]:
     """
     window = 0.0, rollout.stats["seconds"]
     seconds = group_seconds(rollout.spans, rollout.compile_waits, groups, window)
-    if groups <= timeline.MOST_LANES:
+    if groups <= timeline.MOST_GROUPS:
         return {
             f"group/{name}_s@{group}": value
             for group, one in enumerate(seconds)
