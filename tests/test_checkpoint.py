@@ -23,7 +23,7 @@ import pytest
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tlt_jax.checkpoint import index, reading, store as store_module
+from tlt_jax.checkpoint import index, store as store_module
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.distributed.job import Job
@@ -316,7 +316,7 @@ def test_an_event_loop_closes_after_its_tasks_and_the_tasks_that_they_start():
 
     factory = asyncio.new_event_loop
     with pytest.raises(ValueError, match="a file is missing"):
-        with reading.all_reads_end():
+        with index.all_reads_end():
             loop = asyncio.new_event_loop()
             try:
                 loop.run_until_complete(both())
@@ -339,7 +339,7 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_by_name_and_the_one_before_i
         assert (
             message.startswith(f"{folder} ")
             and "\n" not in message
-            and "to resume from step 1" in message
+            and "resumes from step 1" in message
         )
         assert_equal(store.restore(1, target).items["policy"], state(make_mesh(1, 1), 1))
 
@@ -402,7 +402,7 @@ def test_other_errors_are_not_called_damage(error, saved, monkeypatch):
     def fails(*_):
         raise error
 
-    monkeypatch.setattr(reading, "read", fails)
+    monkeypatch.setattr(index, "read", fails)
     with Store(saved) as store:
         with pytest.raises((CheckpointError, type(error))) as found:
             store.restore(2, {"policy": abstract(state(make_mesh(1, 1)))})
@@ -414,7 +414,7 @@ def test_other_errors_are_not_called_damage(error, saved, monkeypatch):
 @pytest.mark.parametrize("first_reads", [True, False])
 def test_an_error_in_one_process_is_raised_in_all(saved, monkeypatch, first_reads):
     """Two processes on a board; the arrays of one are damaged."""
-    board, read, sums, found = LocalBoard(), reading.read, [], {}
+    board, read, sums, found = LocalBoard(), index.read, [], {}
     leaf_index = index.leaf_index
 
     def part(folder, targets):
@@ -422,7 +422,7 @@ def test_an_error_in_one_process_is_raised_in_all(saved, monkeypatch, first_read
             raise ValueError("DATA_LOSS: CRC-32C checksum verification failed")
         return read(folder, targets)
 
-    monkeypatch.setattr(reading, "read", part)
+    monkeypatch.setattr(index, "read", part)
     monkeypatch.setattr(store_module, "leaf_index", lambda tree: sums.append(0) or leaf_index(tree))
 
     def run(process):

@@ -19,7 +19,7 @@ from tlt_jax.config import Config, load, parse as parsing
 from tlt_jax.data import prompt_format, tasks
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, DataError
-from tlt_jax.inference import chat, settings
+from tlt_jax.inference import chat
 from tlt_jax.models import architecture, drafter as drafters, hf, hf_drafter
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout.engine import Engine
@@ -251,7 +251,9 @@ def test_changes_of_open_model_come_before_the_format_of_the_run(models):
     assert answer["prompt"] == "4 9:A"
     (answer,) = tlt_jax.open_model(models / "made", {"data.chat_template": False}).generate(["4"])
     assert answer["prompt"] == "4 2"
-    with pytest.raises(ConfigError, match="generate takes no stop: use samples, temperature"):
+    with pytest.raises(
+        ConfigError, match="generate has no option 'stop': use samples, temperature"
+    ):
         tlt_jax.open_model(models / "made").generate(["4"], stop=["1"])
 
 
@@ -279,7 +281,7 @@ def with_makers(models: Path, folder: Path, written: object, name: str = "chat")
 @pytest.mark.parametrize("written, sampling, unread", MAKERS)
 def test_a_model_of_no_run_samples_as_its_makers_say(models, tmp_path, written, sampling, unread):
     model = with_makers(models, tmp_path, written)
-    config, said = settings.as_meant(str(model), [])
+    config, said = chat.as_meant(str(model), [])
     assert Sampling.of(config.rollout) == Sampling(**sampling) and unread in said
     assert config.rollout == replace(Config().rollout, samples=1, **sampling), "nothing else"
     assert bool(said) == bool(sampling or unread)
@@ -287,7 +289,7 @@ def test_a_model_of_no_run_samples_as_its_makers_say(models, tmp_path, written, 
     (tmp_path / "adapter").mkdir()
     base = {"base_model_name_or_path": str(model)}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(base))
-    assert settings.as_meant(str(tmp_path / "adapter"), [])[0].rollout == config.rollout
+    assert chat.as_meant(str(tmp_path / "adapter"), [])[0].rollout == config.rollout
 
 
 def given(*words: str) -> list[tuple[str, str]]:
@@ -305,7 +307,7 @@ def test_options_come_before_the_settings_of_the_makers(models, capsys, tmp_path
         (["--temperature", "0", "--top-k", "3", "--top-p", "1"], "temperature 0, top-k 3; not supported: repetition_"),
         (["--raw"], "prompts: text as it is, temperature 1"),
     ):  # fmt: skip
-        config, makers = settings.as_meant(str(model), given(*words), "--raw" in words)
+        config, makers = chat.as_meant(str(model), given(*words), "--raw" in words)
         assert said in prompt_format.describe(config) + makers
     words = ["--model", str(model), "--prompt-ids", "1,2", "--max-new-tokens", "2"]
     assert generate.main(words) == 0
@@ -342,11 +344,11 @@ def test_a_model_of_a_run_and_a_training_keep_their_own_sampling(models, capsys,
 def test_settings_of_makers_that_are_none_are_named(models, tmp_path, written, message):
     model = with_makers(models, tmp_path, written)
     with pytest.raises(DataError) as error:
-        settings.as_meant(str(model), [])
+        chat.as_meant(str(model), [])
     text = str(error.value)
     assert f"{model}/generation_config.json cannot be read" in text and message in text
     assert "ignore it with --raw" in text and "\n" not in text
-    assert settings.as_meant(str(model), [], is_raw=True)[0].rollout.temperature == 1
+    assert chat.as_meant(str(model), [], is_raw=True)[0].rollout.temperature == 1
 
 
 @pytest.mark.parametrize("text, message", [

@@ -16,11 +16,11 @@ import pytest
 
 from tlt_jax.config import load as configuration, schema
 from tlt_jax.data import packing
-from tlt_jax.distributed.collectives import collectives
 from tlt_jax.distributed.mesh import make_mesh, sharding
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import drafter as drafters, from_config, hf_drafter_config
 from tlt_jax.plan import __main__ as command, programs as planned_programs, report
+from tlt_jax.plan.launches import collectives
 from tlt_jax.rollout import networks, ngram_memory
 from tlt_jax.rollout.buckets import admission_size
 from tlt_jax.rollout.engine import Engine

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tlt_jax.config import Config
-    from tlt_jax.inference.model import Model
-    from tlt_jax.inference.rollout_model import RolloutModel
+    from tlt_jax.inference.chat import Model
+    from tlt_jax.inference.engine import RolloutModel
     from tlt_jax.metrics.run import Run
     from tlt_jax.models.architecture import ModelConfig, Params
 
@@ -69,12 +69,12 @@ def open_model(
     from tlt_jax.config.load import pairs
     from tlt_jax.data import prompt_format
     from tlt_jax.distributed import process
-    from tlt_jax.inference import settings
-    from tlt_jax.inference.model import Model
+    from tlt_jax.inference import chat
+    from tlt_jax.inference.chat import Model
 
     given = [("rollout.slots", 32), *pairs(changes)]
-    process.set_environment(settings.configuration_of(str(directory), given))
-    config, makers = settings.as_meant(str(directory), given, raw)
+    process.set_environment(chat.configuration_of(str(directory), given))
+    config, makers = chat.as_meant(str(directory), given, raw)
     print(prompt_format.describe(config) + makers, file=sys.stderr)
     return Model(config)
 
@@ -101,6 +101,6 @@ def open_engine(
     config = parse.build(Config, tree, load.pairs(changes))
     if not is_given:  # else JAX runs already, as its owner wants it
         process.set_environment(config)
-    from tlt_jax.inference import rollout_model
+    from tlt_jax.inference import engine
 
-    return rollout_model.opened(config, model if is_given else None)
+    return engine.opened(config, model if is_given else None)

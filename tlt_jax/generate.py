@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 from tlt_jax import cli
 from tlt_jax.config import Config, knobs as fields
 from tlt_jax.config.schema import NONE
-from tlt_jax.data import prompt_format, questions as asking
-from tlt_jax.data.questions import Question
+from tlt_jax.data import prompt_format
+from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.errors import ConfigError
-from tlt_jax.inference import chat, settings
-from tlt_jax.inference.model import Model
+from tlt_jax.inference import chat
+from tlt_jax.inference.chat import Model
 from tlt_jax.spec_decode import strategy as strategies
 
 KNOBS = {  # option -> the knob that gives its default, help text and limits
@@ -45,12 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         pairs = pairs_of(arguments)
-        config = settings.configuration_of(arguments.model, pairs)
+        config = chat.configuration_of(arguments.model, pairs)
     except ConfigError as error:
         cli.stop(error)
 
     with cli.prepared(config):
-        config, makers = settings.as_meant(arguments.model, pairs, arguments.raw)
+        config, makers = chat.as_meant(arguments.model, pairs, arguments.raw)
         if arguments.chat and not prompts_of(arguments):
             return talk(config, makers)
 
@@ -107,7 +107,7 @@ def parser() -> Parser:
 
     knobs = fields.knobs(Config)
     for option, name in KNOBS.items():
-        default = settings.DEFAULTS.get(name, knobs[name].default)
+        default = chat.DEFAULTS.get(name, knobs[name].default)
         of_run = "that of the model's run, else " if name in prompt_format.KNOBS else ""
         if name.removeprefix("rollout.") in prompt_format.SAMPLING:
             of_run += f"of {prompt_format.MAKERS}, else "
@@ -164,16 +164,16 @@ def strategy_knobs(strategy: str, drafter: str) -> dict[str, str]:
     return {"speculation.strategies": f"[{strategy}]", "speculation.tuner": "fixed"}
 
 
-def read_prompts(arguments: argparse.Namespace, config: Config) -> list[Question]:
+def read_prompts(arguments: argparse.Namespace, config: Config) -> list[Prompt]:
     """The prompts of the command line. Raises ConfigError or DataError."""
     from tlt_jax.models import hf
 
     if arguments.prompt_ids is not None:
-        return [Question(asking.read_ids(arguments.prompt_ids.split(","), "--prompt-ids"), None)]
-    tokenizer = asking.find_tokenizer(hf.resolve(config.model.path))
+        return [prompt_format.of_ids(arguments.prompt_ids.split(","), "--prompt-ids")]
+    tokenizer = prompt_format.find_tokenizer(hf.resolve(config.model.path))
     if arguments.prompt is not None:
-        return [asking.encode(arguments.prompt, config, tokenizer, "--prompt")]
-    return asking.read_file(arguments.prompts, config, tokenizer)
+        return [prompt_format.encode(arguments.prompt, config, tokenizer, "--prompt")]
+    return prompt_format.read_prompts(arguments.prompts, config, tokenizer)
 
 
 def talk(config: Config, makers: str) -> int:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tlt_jax.config import parse
-from tlt_jax.data import files, formats
-from tlt_jax.data.problems import Problems
+from tlt_jax.data import files
+from tlt_jax.data.files import Problems
 from tlt_jax.distributed import process
 from tlt_jax.errors import DataError
 
@@ -50,12 +50,12 @@ def read_texts(source: str, columns: list[str]) -> list[str]:
     """The texts in these columns of all rows of data files. Raises DataError."""
     problems, texts = Problems(), []
     for path in files.locate(parse.expand(source, "--data"), "--data", problems):
-        rows = files.read(path, problems)
+        rows = files.read_file(path, problems)
         for column in columns:
-            found = [(line, formats.cell(row, column)) for line, row in rows]
+            found = [(line, files.cell(row, column)) for line, row in rows]
             texts += [text for _, text in found if isinstance(text, str)]
             if wrong := [line for line, text in found if not isinstance(text, str)]:
-                known = ", ".join(map(repr, formats.columns(row for _, row in rows)))
+                known = ", ".join(map(repr, files.columns(row for _, row in rows)))
                 for line in wrong:
                     what = f"no text in column {column!r}"
                     problems.add(str(path), line, what, f"choose --columns among {known}")

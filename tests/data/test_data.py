@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.config import Config, extension, load as configuration, parse
-from tlt_jax.data import dataset as datasets, files, generated, questions, tasks
+from tlt_jax.data import dataset as datasets, files, prompt_format, tasks
 from tlt_jax.data.dataset import DataError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -659,7 +659,7 @@ def test_a_question_that_cannot_be_asked_names_its_place(prompt, part):
         prompt = [{"role": role, "content": content} for role, content in prompt]
     with pytest.raises(DataError) as error:
         config = make_config(prompt_suffix="?")
-        questions.encode(prompt, config, make_tokenizer(TEMPLATE), "p.jsonl:3")
+        prompt_format.encode(prompt, config, make_tokenizer(TEMPLATE), "p.jsonl:3")
     assert f"p.jsonl:3: {part}" in str(error.value)
 
 
@@ -879,7 +879,7 @@ def test_rows_of_a_task_with_one_id_are_refused():
 
 def test_the_tokenizer_is_the_tasks_own_or_that_of_a_directory(tmp_path):
     config = make_config()
-    assert datasets.tokenizer(config).eos_token == generated.EOS
+    assert datasets.tokenizer(config).eos_token == tasks.EOS
     make_tokenizer(TEMPLATE).save_pretrained(tmp_path)
     loaded = datasets.tokenizer(replace(config, model=replace(config.model, path=str(tmp_path))))
     assert len(loaded) == len(make_tokenizer()) and loaded.chat_template == TEMPLATE

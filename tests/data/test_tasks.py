@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tlt_jax.data import generated, tasks
+from tlt_jax.data import tasks
 
 
 def worked(name: str, digits: list[int], modulus: int) -> str:
@@ -98,7 +98,7 @@ def test_the_tokenizer_reads_every_character_also_when_saved_beside_a_model(fami
         assert len(ids) == len(text)
         assert tokenizer.unk_token_id not in ids
         assert tokenizer.decode(ids) == text
-        assert (tokenizer.eos_token, tokenizer.pad_token) == (generated.EOS, generated.PAD)
+        assert (tokenizer.eos_token, tokenizer.pad_token) == (tasks.EOS, tasks.PAD)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.data import tasks
-from tlt_jax.data.token_bytes import TextStream, token_bytes
+from tlt_jax.data.prompt_format import TextStream, token_bytes
 from tlt_jax.errors import DataError
 
 TEXT = "It costs 12 €, naïve café; \n\n  two  blanks\t名前 🙂 " * 20

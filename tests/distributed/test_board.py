@@ -17,15 +17,16 @@ import pytest
 from tlt_jax import cli
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Processes
-from tlt_jax.distributed import (
-    address,
-    job as jobs,
-    mesh as meshes,
-    process,
-    watch as watches_module,
+from tlt_jax.distributed import job as jobs, mesh as meshes, process, watch as watches_module
+from tlt_jax.distributed.board import (
+    FINISHED,
+    INTERRUPTED,
+    POLL_S,
+    REPORT_S,
+    Ending,
+    LocalBoard,
+    ServiceBoard,
 )
-from tlt_jax.distributed.board import LocalBoard, ServiceBoard
-from tlt_jax.distributed.ending import FINISHED, INTERRUPTED, POLL_S, REPORT_S, Ending
 from tlt_jax.distributed.job import Job, Place
 from tlt_jax.distributed.watch import BEAT_S, Watch
 from tlt_jax.errors import ConfigError
@@ -719,27 +720,27 @@ def test_a_port_of_another_program_is_reported_by_process_0_and_by_those_who_rea
         with pytest.raises(
             ConfigError, match=f"port .* of process 0 .{taken}. is taken by another"
         ):
-            address.check_free(taken)
-        monkeypatch.setattr(address, "ANSWER_S", 0.3)
-        monkeypatch.setattr(address, "PREFACE", b"?")
-        monkeypatch.setattr(address, "RETRY_S", 0.01)
+            jobs.check_free(taken)
+        monkeypatch.setattr(jobs, "ANSWER_S", 0.3)
+        monkeypatch.setattr(jobs, "PREFACE", b"?")
+        monkeypatch.setattr(jobs, "RETRY_S", 0.01)
         threading.Thread(
             target=lambda: [other.accept()[0].sendall(b"SSH-2.0 ") for _ in range(99)], daemon=True
         ).start()
         with pytest.raises(ConfigError, match=f"another program than process 0 answers at {taken}"):
-            address.await_service(taken, 60)
+            jobs.await_service(taken, 60)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         place = f"localhost:{free.getsockname()[1]}"
-    address.check_free(place)
-    address.await_service(place, 0.1)  # nothing listens: JAX reports its own timeout
+    jobs.check_free(place)
+    jobs.await_service(place, 0.1)  # nothing listens: JAX reports its own timeout
     for wrong in ("localhost", "localhost:", "localhost:99999999", ":1"):
         with pytest.raises(ConfigError, match="write HOST:PORT"):
-            address.split(wrong)
-    assert address.split("[::1]:80") == ("::1", 80)
+            jobs.split(wrong)
+    assert jobs.split("[::1]:80") == ("::1", 80)
 
 
 def test_a_coordination_service_is_recognized_by_its_answer(service):
     began = time.monotonic()
-    address.await_service(service, 30)
+    jobs.await_service(service, 30)
     assert time.monotonic() - began < 20

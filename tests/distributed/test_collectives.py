@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tlt_jax.distributed.collectives import axes_crossed, collectives, device_groups
 from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.plan.launches import axes_crossed, collectives, device_groups
 
 
 def test_device_groups_in_every_notation():

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tlt_jax.distributed import launches, topology
+from tlt_jax.distributed import topology
 from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.plan import launches
 
 ONE_GRAPH = """\
 000: kCommandBuffer [source | sink]

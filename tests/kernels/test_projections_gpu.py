@@ -100,7 +100,8 @@ def test_kernels_read_16_bytes_at_once_and_fit_a_multiprocessor_twice(
 
 @pytest.mark.gpu
 def test_a_level_of_a_draft_is_a_kernel_a_product():
-    from tlt_jax.distributed import launches, topology
+    from tlt_jax.distributed import topology
+    from tlt_jax.plan import launches
 
     pytest.importorskip("jax_triton", reason=REASON)
     mesh = make_mesh(1, 1, topology.describe("h200:1").devices)

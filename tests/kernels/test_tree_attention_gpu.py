@@ -120,7 +120,7 @@ def lowered(model: int, rounds: int) -> jax.stages.Lowered:
 
 @pytest.mark.gpu
 def test_a_round_with_the_kernels_is_one_cuda_graph_and_copies_no_cache():
-    from tlt_jax.distributed import launches
+    from tlt_jax.plan import launches
 
     compiled, found = launches.compile_and_read(lowered(model=1, rounds=3))
     hlo = compiled.as_text()

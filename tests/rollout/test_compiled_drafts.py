@@ -8,13 +8,14 @@ import pytest
 import rounds
 
 from tlt_jax.config.schema import Speculation
-from tlt_jax.distributed import launches, topology
-from tlt_jax.distributed.collectives import collectives
+from tlt_jax.distributed import topology
 from tlt_jax.distributed.mesh import data_group, make_mesh
 from tlt_jax.kernels import cache_rows
 from tlt_jax.kernels.fused import Fused
 from tlt_jax.models import drafter as drafters
 from tlt_jax.models.architecture import ModelConfig
+from tlt_jax.plan import launches
+from tlt_jax.plan.launches import collectives
 from tlt_jax.rollout import bindings
 from tlt_jax.rollout.executables.programs import GroupShapes, StateShape
 from tlt_jax.spec_decode.strategy import parse

@@ -13,8 +13,7 @@ import pytest
 import scenarios
 from scenarios import Scenario, in_scenario
 
-from tlt_jax.distributed.board import LocalBoard
-from tlt_jax.distributed.ending import POLL_S
+from tlt_jax.distributed.board import POLL_S, LocalBoard
 from tlt_jax.rollout.events import Decided, Dispatched, Retired
 from tlt_jax.rollout.idle.driver import IdleDriver
 from tlt_jax.rollout.run import kept

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from tlt_jax import cli
-from tlt_jax.distributed import address
+from tlt_jax.distributed import job
 from tlt_jax.train import __main__ as command
 
 REASON = "the card has fallen off the bus"
@@ -23,7 +23,7 @@ REASON = "the card has fallen off the bus"
 def main() -> int:
     """The command, with the failure planted if this is process FAILS_AS."""
     prepared = cli.prepared
-    address.ANSWER_S = float(os.environ.get("ANSWER_S", address.ANSWER_S))
+    job.ANSWER_S = float(os.environ.get("ANSWER_S", job.ANSWER_S))
 
     @contextmanager
     def with_failure(*arguments, **named):
@@ -38,7 +38,7 @@ def main() -> int:
 
 def break_down(phase: str, nth: int) -> None:
     """Makes the phase raise: a rollout while answers arrive, every other phase at its start."""
-    from tlt_jax.checkpoint import reading
+    from tlt_jax.checkpoint import index
     from tlt_jax.data import dataset as datasets
     from tlt_jax.distributed.watch import Watch
     from tlt_jax.train import evaluation
@@ -68,7 +68,7 @@ def break_down(phase: str, nth: int) -> None:
         rename = Path.rename
         Path.rename = lambda path, to: (time.sleep(3), rename(path, to))[1]
     if phase == "damage":
-        reading.read = partial(damaged, reading.read, nth)
+        index.read = partial(damaged, index.read, nth)
 
 
 def damaged(read, step: int, folder: Path, targets):

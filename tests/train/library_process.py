@@ -13,7 +13,7 @@ import jax
 
 import tlt_jax
 from tlt_jax.errors import RewardError
-from tlt_jax.inference.rollout_model import RolloutModel
+from tlt_jax.inference.engine import RolloutModel
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5], [8, 10]]
 

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tlt_jax.distributed.collectives import collectives
 from tlt_jax.distributed.mesh import make_mesh, sharding
 from tlt_jax.distributed.topology import describe
 from tlt_jax.kernels import packed_attention
 from tlt_jax.models import architecture, transformer
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.optimizer import Adam
+from tlt_jax.plan.launches import collectives
 from tlt_jax.train import policy_batch, policy_update
 from tlt_jax.train.recipe import Objective, Recipe
 

@@ -9,7 +9,7 @@ import pytest
 
 from tlt_jax.config import Config
 from tlt_jax.data import packing
-from tlt_jax.data.encoder import Prompt
+from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.rollout.recorder import Completion
 from tlt_jax.train import minibatches
 

@@ -25,7 +25,7 @@ from tlt_jax.drafter import step_training
 from tlt_jax.errors import ConfigError
 from tlt_jax.metrics import names
 from tlt_jax.models import from_config
-from tlt_jax.rewards import Score, overlong
+from tlt_jax.rewards import Score, scorer as scorers
 from tlt_jax.train import minibatches
 from tlt_jax.train.advantages import answer_weights
 from tlt_jax.train.minibatches import PolicyTraining
@@ -249,8 +249,8 @@ MUTANTS = [
     (minibatches, "answer_weights", over_all, check_batches),
     (minibatches, "answer_advantages", of_others, check_batches),
     (PolicyTraining, "update", reading(algorithm__overlong="kept"), check_batches),
-    (overlong, "penalized", unpenalized, check_rewards),
-    (overlong, "penalty", doubled, check_rewards),
+    (scorers, "penalized", unpenalized, check_rewards),
+    (scorers, "penalty", doubled, check_rewards),
     (Trainer, "score", reading(reward__overlong_factor=1.0), check_rewards),
     (Trainer, "score", reading(rollout__max_new_tokens=7), check_rewards),
 ]
@@ -271,14 +271,14 @@ def test_a_planted_mistake_is_caught(place, name, mutant, check, replay, monkeyp
 )
 def test_the_penalty_is_that_of_dapo(length, reward):
     """Its numbers (section 4.1): the longest answer has 20,480 tokens, the last 4,096 of them are penalized."""
-    assert overlong.penalty(length, 20480, 4096, 1.0) == reward
-    assert overlong.penalty(length, 20480, 4096, 0.5) == reward / 2
+    assert scorers.penalty(length, 20480, 4096, 1.0) == reward
+    assert scorers.penalty(length, 20480, 4096, 0.5) == reward / 2
 
 
 def test_a_failed_score_stays_as_it_is(tmp_path):
     config = observed.configure(tmp_path, KNOBS)
     failed = Score(-2.0, {}, "timeout", "no answer after 10 s")
-    assert overlong.penalized(config, {7: failed}, {7: LONGEST}) == {7: failed}
+    assert scorers.penalized(config, {7: failed}, {7: LONGEST}) == {7: failed}
 
 
 @pytest.mark.parametrize(
@@ -311,4 +311,4 @@ def test_a_buffer_longer_than_any_answer_is_refused(tmp_path):
 
 def test_the_terms_have_names_in_the_list():
     known = {metric.name for metric in names.NAMES}
-    assert {f"reward/terms/{overlong.PENALTY}", f"reward/terms/{overlong.IS_PENALIZED}"} <= known
+    assert {f"reward/terms/{scorers.PENALTY}", f"reward/terms/{scorers.IS_PENALIZED}"} <= known

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Algorithm, Optim, Train
 from tlt_jax.data import packing
-from tlt_jax.data.encoder import Prompt
 from tlt_jax.data.packing import Example
+from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.models import architecture, token_logprobs as scoring, transformer
 from tlt_jax.optimizer import Adam

@@ -35,7 +35,7 @@ from training_runs import (
 )
 
 from tlt_jax import cli, eval, run_folder
-from tlt_jax.checkpoint import reading
+from tlt_jax.checkpoint import index as checkpoints
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config, load as configuration
 from tlt_jax.data import dataset as datasets, tasks
@@ -957,7 +957,7 @@ def test_a_run_that_had_checkpoints_never_starts_from_scratch_by_itself(
             path.rename(saved / "damaged" / path.name)
     else:
         stale = OSError(errno.ESTALE, "Stale file handle")
-        monkeypatch.setattr(reading, "read", lambda *_: (_ for _ in ()).throw(stale))
+        monkeypatch.setattr(checkpoints, "read", lambda *_: (_ for _ in ()).throw(stale))
     before = files_of(Path(config.run))
     expected = {
         "all damaged": "/0 is corrupt .*: no other checkpoint exists; a new run needs another run folder",

@@ -19,8 +19,8 @@ from tlt_jax import cli
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config, load as configuration
 from tlt_jax.data import dataset as datasets, packing, tasks
-from tlt_jax.data.encoder import Encoder
 from tlt_jax.data.packing import Example
+from tlt_jax.data.prompt_format import Encoder
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.drafter import batch as drafter_batch, corpus, recipe as drafter_recipe, recipes
 from tlt_jax.errors import ConfigError, DataError, ModelError

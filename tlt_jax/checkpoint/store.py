@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,21 +19,42 @@ import jax
 import orbax.checkpoint as ocp
 
 from tlt_jax import atomic
-from tlt_jax.checkpoint import reading
+from tlt_jax.checkpoint import index
 from tlt_jax.checkpoint.index import (
     FORMAT,
     META,
     check_identity,
     compare,
+    is_damage,
     leaf_index,
+    one_line,
     read_index,
     signed,
 )
-from tlt_jax.checkpoint.quiet import hush
-from tlt_jax.checkpoint.reading import is_damage, one_line
 from tlt_jax.config.schema import is_at_least
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import CheckpointError, DamagedCheckpoint, is_disk_full
+
+
+def is_not_disk_full(record: logging.LogRecord) -> bool:
+    """Whether a log record is not about a full disk, which the save raises anyway."""
+    return not (record.exc_info and is_disk_full(record.exc_info[1]))
+
+
+@cache
+def hush() -> None:
+    """Filters the libraries' messages about a full disk, one for each array, from now on."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(is_not_disk_full)
+    shown = sys.unraisablehook
+
+    def show(unraisable: Any) -> None:
+        # TensorStore reports its writes to an event loop, which is closed after the first failure.
+        if str(unraisable.exc_value) != "Event loop is closed":
+            shown(unraisable)
+
+    sys.unraisablehook = show
+
 
 FOLDER = "checkpoints"
 # Folders next to the steps: checkpoints that are being deleted, and damaged ones.
@@ -259,7 +283,7 @@ class Store:
             compare(folder, name, described["items"].get(name), target)
 
         try:
-            return reading.read(folder, targets)
+            return index.read(folder, targets)
         except Exception as error:  # of any kind, of the libraries below; classified here
             cause = error.__cause__ or error
             if is_damage(cause):

@@ -18,11 +18,10 @@ import numpy as np
 
 from tlt_jax.config import Config, parse
 from tlt_jax.config.schema import DROP, Data
-from tlt_jax.data import adapter_files, prompt_format, rows as rows_of, tasks
-from tlt_jax.data.encoder import ID, Encoder, Prompt
-from tlt_jax.data.problems import Problems
+from tlt_jax.data import adapter_files, files as rows_of, prompt_format, tasks
+from tlt_jax.data.files import ID, Problems
+from tlt_jax.data.prompt_format import Encoder, Prompt, token_bytes
 from tlt_jax.data.stop_rules import StopRules, stop_texts
-from tlt_jax.data.token_bytes import token_bytes
 from tlt_jax.errors import DataError
 from tlt_jax.keys import ROLLOUT_STREAM, SFT_STREAM, order_seed
 

@@ -1,20 +1,250 @@
-"""The files of a data source: a path, folder, glob, or data set of the hub, and of it one split.
-
-Knows no meaning of columns, no tokenizer and no JAX.
-"""
+"""The rows of data files: where files are, their formats, the columns that a run reads, and every problem with its line."""
 
 from __future__ import annotations
 
+import codecs
+import csv
+import io
+import json
+import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from itertools import takewhile
 from pathlib import Path, PurePosixPath
+from typing import Any
 
+from tlt_jax.config import Config, extension, parse
 from tlt_jax.config.parse import HUB_ID
-from tlt_jax.data.formats import KINDS, SUFFIXES, read as read
-from tlt_jax.data.problems import Problems
+from tlt_jax.config.schema import Data
+from tlt_jax.data import answers
+from tlt_jax.errors import ConfigError, DataError
+
+SHOWN_PER_KIND, SHOWN, SHOWN_LINES = 3, 20, 3
+
+
+class Problems:
+    """Collects problems of the data; `stop_if_any` raises them as one error.
+
+    The same problem in several lines of a file is one problem.
+    """
+
+    def __init__(self):
+        # (place, kind) -> text of a problem -> its lines
+        self.groups: dict[tuple[str, str], dict[str, list[int | None]]] = defaultdict(dict)
+
+    def add(self, place: str, line: int | None, what: str, fix: str, detail: str = "") -> None:
+        """Records one problem; problems of one place and kind are listed together."""
+        text = f"{what}{f' ({detail})' if detail else ''}: {fix}"
+        self.groups[place, what].setdefault(text, []).append(line)
+
+    def stop_if_any(self) -> None:
+        """Raises DataError with at most 20 of the problems and their total, if any."""
+        if not self.groups:
+            return
+
+        total = sum(len(texts) for texts in self.groups.values())
+        shown: list[str] = []
+        for (place, what), texts in self.groups.items():
+            found = [_spell(place, text, lines) for text, lines in texts.items()]
+            room = min(
+                SHOWN_PER_KIND if len(self.groups) > 1 else SHOWN, SHOWN - len(shown), len(found)
+            )
+            shown += found[:room]
+            if 0 < room < len(found):
+                shown[-1] += f" [and {len(found) - room} more: {what}]"
+
+        head = f"the data has {total} problem{'s' if total > 1 else ''}"
+        raise DataError(
+            "\n  ".join([head + (f", {len(shown)} shown" if len(shown) < total else ""), *shown])
+        )
+
+
+def _spell(place: str, text: str, lines: Sequence[int | None]) -> str:
+    """A problem with its first line, and the next ones of the others."""
+    where = place if lines[0] is None else f"{place}:{lines[0]}"
+    if len(lines) == 1:
+        return f"{where}: {text}"
+    named = ", ".join(map(str, lines[1 : SHOWN_LINES + 1]))
+    rest = len(lines) - 1 - SHOWN_LINES
+    return f"{where}: {text} [also in {named}{f' and {rest:,} more' if rest > 0 else ''}]"
+
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+KINDS = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+ABSENT = object()  # the value of a column that a row does not have
+LONE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: json.loads joins whole ones
+
+
+def cell(row: Mapping[str, Any], column: str) -> Any:
+    """The value of a column, or ABSENT.
+
+    A dotted name that is no column is a path into nested objects: reward_model.ground_truth.
+    """
+    if column in row:
+        return row[column]
+    head, *path = column.split(".")
+    value = row.get(head, ABSENT)
+    for name in path:
+        value = value.get(name, ABSENT) if isinstance(value, Mapping) else ABSENT
+    return value
+
+
+def columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The names that `cell` takes, of all rows, in their order; those of nested objects are dotted."""
+    found: dict[str, None] = {}
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, Mapping) and value:
+                found |= dict.fromkeys(f"{name}.{inner}" for inner in columns([value]))
+            else:
+                found[name] = None
+    return list(found)
+
+
+def text_of(value: Any) -> str:
+    """A value as text; a float without exponent: 1e+22 is 10000000000000000000000."""
+    return format(Decimal(str(value)), "f") if isinstance(value, float) else str(value)
+
+
+def lone_surrogate(text: str) -> str:
+    """The first lone surrogate of a text, which no tokenizer and no file takes, and its place; empty without one."""
+    found = LONE.search(text)
+    return f"\\u{ord(found[0]):x} at character {found.start() + 1}" if found else ""
+
+
+def read_file(path: Path, problems: Problems) -> list[tuple[int, dict[str, Any]]]:
+    """(line or row number from 1, row) of one file.
+
+    Records lines that are not valid rows as problems.
+    """
+    if path.suffix not in SUFFIXES:
+        problems.add(str(path), None, f"unknown kind of file {path.suffix!r}", f"use {KINDS}")
+        return []
+    if path.suffix == ".parquet":
+        return _read_parquet(path, problems)
+    data = path.read_bytes()
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        problems.add(str(path), None, "not UTF-8 but UTF-16", "save the file as UTF-8")
+        return []
+    data = data.removeprefix(codecs.BOM_UTF8)
+    if path.suffix == ".csv":
+        return _read_csv(path, data, problems)
+    if path.suffix == ".json" and data.lstrip()[:1] == b"[":
+        return _read_json(path, data, problems)
+    return _read_jsonl(path, data, problems)
+
+
+def _read_jsonl(path: Path, data: bytes, problems: Problems) -> list[tuple[int, dict[str, Any]]]:
+    rows, fix = [], "write one JSON object per line"
+    for number, raw in enumerate(data.split(b"\n"), 1):
+        if not raw.strip():
+            continue
+        try:
+            row = json.loads(raw.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            byte = f"byte 0x{raw[error.start]:02x} at column {error.start + 1}"
+            problems.add(str(path), number, "not UTF-8", "save the file as UTF-8", byte)
+        except json.JSONDecodeError as error:
+            detail = f"{error.msg} at column {error.colno}"
+            problems.add(str(path), number, "bad JSON", fix, detail)
+        except (RecursionError, ValueError) as error:
+            problems.add(str(path), number, "bad JSON", fix, _why(error))
+        else:
+            rows.append((number, row))
+
+    if not data.strip():
+        problems.add(str(path), None, "the file is empty", fix)
+    return _objects(path, rows, problems)
+
+
+def _read_json(path: Path, data: bytes, problems: Problems) -> list[tuple[int, dict[str, Any]]]:
+    """The rows of a JSON list, numbered from 1."""
+    try:
+        rows = json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        problems.add(str(path), None, "not UTF-8", "save the file as UTF-8", str(error))
+    except (RecursionError, ValueError) as error:
+        problems.add(str(path), None, "bad JSON", "write a list of JSON objects", _why(error))
+    else:
+        if not rows:
+            problems.add(str(path), None, "the file is empty", "write at least one row")
+        return _objects(path, list(enumerate(rows, 1)), problems)
+    return []
+
+
+def _why(error: Exception) -> str:
+    """Why JSON is not read: its form, its depth, or a number of too many digits."""
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def _objects(
+    path: Path, rows: Iterable[tuple[int, Any]], problems: Problems
+) -> list[tuple[int, dict[str, Any]]]:
+    """The rows that are JSON objects; records the others as problems."""
+    kept = []
+    for number, row in rows:
+        if isinstance(row, dict):
+            kept.append((number, row))
+        else:
+            kind = type(row).__name__
+            fix = "write {column: value, ...}"
+            problems.add(str(path), number, "not a JSON object", fix, kind)
+    return kept
+
+
+def _read_csv(path: Path, data: bytes, problems: Problems) -> list[tuple[int, dict[str, Any]]]:
+    """The rows below a header, numbered by their last line; every value is text, as it is written."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        problems.add(str(path), None, "not UTF-8", "save the file as UTF-8", str(error))
+        return []
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
+    rows, lines = [], csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        header = next(lines, [])
+        if len(set(header)) < len(header):
+            names = ", ".join(sorted({repr(one) for one in header if header.count(one) > 1}))
+            problems.add(str(path), 1, "a column is named twice", "rename one", names)
+        cells: list[str] = []
+        for cells in filter(None, lines):
+            if len(cells) == len(header):
+                rows.append((lines.line_num, dict(zip(header, cells, strict=True))))
+            else:
+                detail = f"{len(cells)} values, and the header has {len(header)} columns"
+                fix = "quote values that hold commas or line ends"
+                problems.add(str(path), lines.line_num, "not as long as the header", fix, detail)
+    except csv.Error as error:
+        fix = "quote values that hold quotes, and double these"
+        problems.add(str(path), lines.line_num, "bad CSV", fix, str(error))
+    else:
+        if not cells:
+            problems.add(str(path), None, "the file is empty", "write a header, and one row a line")
+    return rows
+
+
+def _read_parquet(path: Path, problems: Problems) -> list[tuple[int, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        problems.add(
+            str(path),
+            None,
+            "not a readable Parquet file",
+            "write it again",
+            str(error).splitlines()[0],
+        )
+        return []
+    if not rows:
+        problems.add(str(path), None, "the file is empty", "write at least one row")
+    return list(enumerate(rows, 1))
+
 
 # Files of these names describe a data set; `datasets` writes them next to the rows.
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
@@ -178,3 +408,154 @@ def _from_hub(
         )
         return {}
     return _sharing([Path(folder) / one for one in chosen])
+
+
+ID = "tlt_id"  # column that rows get: the id by which the files of a run name them
+USER, ASSISTANT = "user", "assistant"  # roles of chat messages
+MESSAGE = ("role", "content")  # texts of a chat message
+HALF, WHOLE = "a lone surrogate", "write whole characters"
+NUMBERS = {"gsm8k", "gsm8k_flexible"}  # rewards that compare numbers
+TAIL = 40  # last characters of a reference that a problem shows
+
+
+def read(config: Config, knob: str, source: str, problems: Problems) -> list[dict[str, Any]]:
+    """The rows of a source with the mapped columns "prompt" and "answer", and their ids as ID, and as "id" if they have none.
+
+    And "solution", when the run has a supervised warm start and the source is data.train.
+    """
+    data = config.data
+    mapping = {"prompt": data.prompt_column, "answer": data.answer_column}
+    if data.id_column:
+        mapping["id"] = data.id_column
+    if config.sft.steps and knob == "data.train":
+        mapping["solution"] = config.sft.solution_column
+
+    rows, first_seen = [], {}
+    for name, path, found in _sources(parse.expand(source, knob), knob, problems):
+        for role, column in mapping.items():
+            _check_column(found, role, column, data, path, problems)
+        if NUMBERS & set(config.reward.terms):
+            _check_numbers(found, data.answer_column, path, problems)
+        for line, raw in found:
+            mapped = {role: cell(raw, column) for role, column in mapping.items()}
+            is_named = mapped.get("id") not in (None, ABSENT)
+            mapped = {"id": f"{name}:{line}"} | mapped
+            mapped |= {role: text_of(mapped[role]) for role in mapped if role != "prompt"}
+            row_id = mapped.pop("id")
+            first = first_seen.setdefault(row_id, (path, line))
+            if first != (path, line) and is_named:
+                detail = f"{row_id!r}, first at {first[0]}:{first[1]}"
+                fix = "make data.id_column unique or leave it empty"
+                problems.add(path, line, "duplicate id", fix, detail)
+            rows.append({"id": row_id} | raw | mapped | {ID: row_id})
+
+    return rows
+
+
+def _sources(
+    source: str, knob: str, problems: Problems
+) -> Iterator[tuple[str, str, list[tuple[int, dict[str, Any]]]]]:
+    """(name, place, numbered rows) of each file of a source, or of its module:function.
+
+    A folder with the module's name takes precedence.
+    """
+    if not extension.is_own(source) or Path(source.partition(":")[0]).is_dir():
+        for path, name in locate(source, knob, problems).items():
+            yield name, str(path), read_file(path, problems)
+        return
+
+    found = extension.call(knob, source)
+    if not isinstance(found, Iterable):
+        raise ConfigError(
+            f"{knob} {source!r} gave a {type(found).__name__}: return or yield {{column: value, ...}} for each row"
+        )
+    rows = list(enumerate(found, 1))
+    if not rows:
+        problems.add(source, None, "the function yields no rows", "yield one mapping per row")
+    for line, row in rows:
+        if not isinstance(row, dict):
+            problems.add(
+                source, line, "not a dict", "yield {column: value, ...}", type(row).__name__
+            )
+    yield source, source, [(line, row) for line, row in rows if isinstance(row, dict)]
+
+
+def _check_column(
+    found: list[tuple[int, dict]],
+    role: str,
+    column: str,
+    data: Data,
+    path: str,
+    problems: Problems,
+) -> None:
+    """Records the problems of one column of the rows of a file."""
+    knob = "sft.solution_column" if role == "solution" else f"data.{role}_column"
+    fix = ""
+    for line, raw in found:
+        value = cell(raw, column)
+        if value is ABSENT:
+            if not fix:
+                others = [one for one in columns(row for _, row in found) if one != column]
+                known = ", ".join(map(repr, others)) or "none: the rows are empty"
+                fix = f"set {knob} to one of {known}"
+            problems.add(path, line, f"no column {column!r}", fix)
+        elif value is None or (isinstance(value, str) and not value.strip()) or value == []:
+            what = "empty prompt" if role == "prompt" else f"no {role}"
+            problems.add(path, line, what, f"fill in column {column!r} or drop the row")
+        elif role == "prompt" and isinstance(value, list):
+            if not all(is_message(message) for message in value):
+                what = "the prompt is not a list of chat messages"
+                problems.add(path, line, what, "use {'role': text, 'content': text} objects")
+            elif not data.chat_template:
+                what = "the prompt is a list of chat messages"
+                problems.add(path, line, what, "set data.chat_template true")
+            elif wrong := misfit(value, data.prompt_suffix):
+                problems.add(path, line, *wrong)
+        elif not isinstance(value, str if role == "prompt" else (str, int, float)):
+            what = f"column {column!r} holds a {type(value).__name__}"
+            inner = [f"{column}.{name}" for name in value] if isinstance(value, dict) else []
+            use = f"set {knob} to {' or '.join(inner)}" if inner else "use text"
+            problems.add(path, line, what, use)
+        elif isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
+            what = f"column {column!r} holds {json.dumps(value)}"
+            problems.add(path, line, what, "write it as text, or drop the row")
+        elif lone := lone_surrogate(value if isinstance(value, str) else ""):
+            problems.add(path, line, f"the {role} has {HALF}", WHOLE, lone)
+
+
+def misfit(prompt: str | Sequence[Mapping[str, str]], suffix: str) -> tuple[str, str, str] | None:
+    """What is wrong with a prompt, a text or chat messages; how to mend it; and a detail. None when nothing is.
+
+    `suffix`: data.prompt_suffix, which needs a message of the user.
+    """
+    texts = [prompt] if isinstance(prompt, str) else [m[key] for m in prompt for key in MESSAGE]
+    if lone := next(filter(None, map(lone_surrogate, texts)), ""):
+        return f"the prompt has {HALF}", WHOLE, lone
+    if isinstance(prompt, str):
+        return None
+    if prompt[-1]["role"] == ASSISTANT:
+        return "the prompt ends with an assistant's message", "remove it, the policy writes it", ""
+    if suffix and not any(message["role"] == USER for message in prompt):
+        what = "the prompt has no message of the user for data.prompt_suffix"
+        return what, "add one, or leave data.prompt_suffix empty", ""
+    return None
+
+
+def _check_numbers(
+    found: list[tuple[int, dict]], column: str, path: str, problems: Problems
+) -> None:
+    """Records the references that are no number, which the rewards of NUMBERS compare with; no other problem of the column."""
+    for line, raw in found:
+        value = cell(raw, column)
+        is_odd = isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value))
+        if is_odd or not isinstance(value, str | int | float) or not str(value).strip():
+            continue
+        if answers.reference(text := text_of(value)) is None:
+            fix = "correct it, or use the reward math (reward.terms), which compares formulas"
+            what = "the reference answer is not one number"
+            problems.add(path, line, what, fix, repr(text[-TAIL:]))
+
+
+def is_message(value: Any) -> bool:
+    """Whether it is a chat message: {"role": text, "content": text}."""
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in MESSAGE)

@@ -1,13 +1,15 @@
-"""The processes of a run: joins them, checks that they agree, and exchanges data between them."""
+"""The processes of a run: joins them, checks that they agree, lets them meet, and exchanges data between them."""
 
 from __future__ import annotations
 
 import bisect
+import errno
 import hashlib
 import json
 import logging
 import math
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +20,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from tlt_jax.config import Config
-from tlt_jax.distributed import address, process
+from tlt_jax.distributed import process
 from tlt_jax.distributed.board import Board, LocalBoard, ServiceBoard
-from tlt_jax.distributed.meeting import Meeting
 from tlt_jax.errors import ConfigError
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
@@ -211,9 +212,9 @@ def join(config: Config) -> Job:
         return Job()
     process.share_devices(config, place.count)
     if place.index == 0:
-        address.check_free(place.address)
+        check_free(place.address)
     else:
-        address.await_service(place.address, START_S)
+        await_service(place.address, START_S)
     jax.config.update(
         "jax_enable_preemption_service", False
     )  # it would handle SIGTERM instead of us
@@ -317,3 +318,136 @@ def processes_of_this_machine(environment: Mapping[str, str]) -> int | None:
 def spell(value: Any) -> str:
     """A fact as text; None: the fact is missing."""
     return "none" if value is None else repr(value)
+
+
+class Meeting:
+    """The next barrier of the processes of a job; every process makes its meetings in the same order.
+
+    The processes continue when all have arrived, and stop when one of them stops before; process 0
+    decides once, so that the answer is the same for all. A poll costs one message for any number of
+    processes.
+    """
+
+    def __init__(self, job: Job):
+        self.job = job
+        job.met += 1
+        self.scope, self.said = f"met/{job.met}/", f"said/{job.met}/"
+        self.is_marked = False
+
+    def stops(self, wanted: bool) -> bool:
+        """Whether this process (`wanted`) or another one stops before the meeting."""
+        if self.job.count == 1:
+            return wanted
+        if wanted and not self.is_marked:
+            self.is_marked = True
+            self.job.board.first(f"{self.scope}stop", "")
+        return wanted or f"{self.scope}stop" in self.read()
+
+    def goes_on(self, interrupted: Callable[[], bool] = lambda: False) -> bool:
+        """Waits until all have arrived, or one is `interrupted` before; whether all have arrived."""
+        if self.job.count == 1:
+            return not interrupted()
+        if not self.stops(interrupted()):
+            self.job.board.increment(f"{self.scope}come")
+        goes_on = self.job.wait(lambda: self.decision(interrupted))
+        if goes_on and self.job.is_first and self.job.met > 1:
+            # All have arrived here, so all have left the last meeting and read its decisions.
+            for left in (f"met/{self.job.met - 1}/", f"said/{self.job.met - 1}/", "decided/"):
+                self.job.board.delete(left)
+        return goes_on
+
+    def decision(self, interrupted: Callable[[], bool]) -> bool | None:
+        """The decision of process 0, which takes it here; None until then."""
+        wants = interrupted()
+        found = self.read()
+        decided = found.get(f"{self.scope}goes_on")
+        if decided is None and self.job.is_first:
+            if self.stops(wants):
+                decided = "0"
+            elif int(found.get(f"{self.scope}come", 0)) == self.job.count:
+                decided = "1"
+            if decided:
+                self.job.board.write(f"{self.scope}goes_on", decided)
+        elif decided is None:
+            self.stops(wants)
+        return None if decided is None else decided == "1"
+
+    def read(self) -> dict[str, str]:
+        """The board's texts of this meeting."""
+        return self.job.board.texts(self.scope)
+
+    def heard(self, text: str) -> dict[int, str]:
+        """The texts of all processes by index, without empty ones; waits for all processes."""
+        if self.job.count == 1:
+            return {0: text} if text else {}
+        if text:
+            self.job.board.write(f"{self.said}{self.job.index}", text)
+        self.goes_on()
+        found = self.job.board.texts(self.said)
+        return {int(key.rpartition("/")[2]): found[key] for key in sorted(found)}
+
+
+RETRY_S = 0.2  # seconds between two attempts to reach process 0
+ANSWER_S = 20.0  # seconds within which a coordination service answers on its port
+# An HTTP/2 (gRPC) client starts with this preface and empty settings; a server answers with its settings.
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+SETTINGS = 4  # type of a settings frame, in its fourth byte
+
+
+def split(address: str) -> tuple[str, int]:
+    """Splits HOST:PORT. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise ConfigError(f"the coordinator's address is {address!r}: write HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def check_free(address: str) -> None:
+    """Raises ConfigError when process 0 cannot listen on the port, where JAX's service would abort the process."""
+    _, port = split(address)
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            trial.bind(("", port))
+            trial.listen(1)
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            return  # not a question of the port, such as a missing address family: left to JAX
+        reason = "is taken by another program" if error.errno == errno.EADDRINUSE else "needs root"
+        raise ConfigError(
+            f"port {port} of process 0 ({address}) {reason}: name another one for all processes"
+        ) from error
+
+
+def await_service(address: str, seconds: float) -> None:
+    """Returns once a coordination service answers at the address; also after `seconds`, when JAX reports the timeout.
+
+    Raises ConfigError when another program answers, or accepts connections without an answer, for ANSWER_S seconds: then
+    process 0 did not get its port.
+    """
+    end, since = time.monotonic() + seconds, None
+    while time.monotonic() < end:
+        try:
+            with socket.create_connection(split(address), timeout=5.0) as connection:
+                since = since or time.monotonic()
+                connection.sendall(PREFACE)
+                if is_settings(connection):
+                    return
+        except OSError:
+            pass  # nothing listens yet, or the connection was closed
+        if since and time.monotonic() - since > ANSWER_S:
+            raise ConfigError(
+                f"another program than process 0 answers at {address}: name another port for all processes"
+            )
+        time.sleep(RETRY_S)
+
+
+def is_settings(connection: socket.socket) -> bool:
+    """Whether the first received frame is the settings of an HTTP/2 server."""
+    head = b""
+    while len(head) < 4 and (more := connection.recv(4 - len(head))):
+        head += more
+    return len(head) == 4 and head[3] == SETTINGS

@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 
 from tlt_jax import atomic, run_folder
 from tlt_jax.config import Config, parse
-from tlt_jax.data import dataset as datasets, files, formats, packing
+from tlt_jax.data import dataset as datasets, files, packing
 from tlt_jax.data.dataset import Dataset
-from tlt_jax.data.encoder import ID, Encoder, Prompt
+from tlt_jax.data.files import ID, Problems
 from tlt_jax.data.packing import Example
-from tlt_jax.data.problems import Problems
+from tlt_jax.data.prompt_format import Encoder, Prompt
 from tlt_jax.errors import DataError, Interrupted
 from tlt_jax.keys import DRAFTER_STREAM
 from tlt_jax.models.architecture import ModelConfig, Params
@@ -98,7 +98,7 @@ def read(source: str, encoder: Encoder, vocab_size: int) -> list[Example]:
         "text, or token ids of the policy" if has_tokenizer else "token ids, or set model.tokenizer"
     )
     for path, name in files.locate(parse.expand(source, knob), knob, problems).items():
-        for line, row in files.read(path, problems):
+        for line, row in files.read_file(path, problems):
             for column in ("prompt", "response"):
                 if what := wrong(row.get(column), vocab_size, has_tokenizer):
                     problems.add(str(path), line, f"column {column!r} {what}", f"use {fix}")
@@ -126,7 +126,7 @@ def wrong(value: Any, vocab_size: int, has_tokenizer: bool) -> str:
         return "is missing"
     if isinstance(value, str | list) and not len(value):
         return "is empty"
-    if isinstance(value, str) and (lone := formats.lone_surrogate(value)):
+    if isinstance(value, str) and (lone := files.lone_surrogate(value)):
         return f"has a lone surrogate ({lone})"
     if isinstance(value, str):
         return "" if has_tokenizer else "is text, and the policy has no tokenizer"

@@ -1,4 +1,1 @@
-"""Answers to the prompts of a user, for the command `generate` and for notebooks.
-
-Public: model (Model), chat (converse).
-"""
+"""Models that answer: `chat` for people, `engine` for a training loop."""

@@ -16,7 +16,7 @@ import jax
 from tlt_jax import cli
 from tlt_jax.config import Config, load as configuration, validate
 from tlt_jax.config.schema import ADAPTIVE
-from tlt_jax.distributed import mesh as meshes, process, topology, traffic
+from tlt_jax.distributed import mesh as meshes, process, topology
 from tlt_jax.models import from_config, remat as remats
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.plan import programs, report
@@ -82,7 +82,7 @@ def compile_all(
         print(f"  {kind:<17} {size / GIB:9.3f} GiB a device")
     print(f"  {'remat':<17} {remats.spell(recipe.remat)} (model.remat {config.model.remat})")
     planned = list(programs.lower(config, recipe, engine, kinds))
-    bandwidth = found.bandwidth or traffic.BANDWIDTHS.get(meshes.device_kind(mesh))
+    bandwidth = found.bandwidth or topology.BANDWIDTHS.get(meshes.device_kind(mesh))
     outcomes = []
     for done, program in enumerate(planned):
         left = f"compiling {program.name}, {len(planned) - done} of {len(planned)} programs left"

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import jax
 
-from tlt_jax.distributed import launches, mesh as meshes, traffic
-from tlt_jax.distributed.collectives import collectives
+from tlt_jax.distributed import mesh as meshes, topology
+from tlt_jax.plan import launches
+from tlt_jax.plan.launches import collectives
 from tlt_jax.plan.programs import PlannedProgram
 from tlt_jax.train.memory import GIB, advice, spell
 
@@ -63,10 +64,10 @@ def by_bytes(
     program: PlannedProgram, compiled: jax.stages.Compiled, text: str, bandwidth: float
 ) -> str:
     """The fewest seconds in which a device moves the program's bytes; of a chunk, those of a round."""
-    seconds = f"{traffic.moved(compiled) / bandwidth:.5f}"
+    seconds = f"{topology.moved(compiled) / bandwidth:.5f}"
     if program.layers:
         return f"{seconds} a round"
-    return f"> {seconds}" if traffic.has_counted_loop(text) else seconds
+    return f"> {seconds}" if topology.has_counted_loop(text) else seconds
 
 
 def print_table(outcomes: Sequence[Outcome], bandwidth: float | None) -> None:

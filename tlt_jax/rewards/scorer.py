@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
@@ -30,6 +30,8 @@ from tlt_jax.rewards.worker import environment, start_thread
 START_S = 120.0  # seconds a worker may take to import its rewards
 LONGEST = 2**20  # most bytes of a worker's message
 MAX_FAILED_STARTS = 5
+# Reward terms, with verl's names: the penalty, and whether there is one.
+PENALTY, IS_PENALIZED = "overlong_reward", "overlong"
 FEWEST, MOST = 2, 4  # scoring processes of reward.workers 0: one for each core, within these
 
 log = logging.getLogger(__name__)
@@ -380,3 +382,33 @@ def _end(worker: Worker, grace_s: float = 0.0) -> int:
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.pipe.close()
     return worker.process.wait()
+
+
+def penalty(length: int, longest: int, buffer: int, factor: float) -> float:
+    """What the length of an answer adds to its reward: min((longest - buffer - length) / buffer * factor, 0).
+
+    The soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13), times `factor`. All lengths in tokens; `longest`: of
+    any answer.
+    """
+    return min((longest - buffer - length) / buffer * factor, 0.0)
+
+
+def penalized(
+    config: Config, scores: Mapping[int, Score], lengths: Mapping[int, int]
+) -> dict[int, Score]:
+    """The scores that training uses, by uid: with the penalty of reward.overlong_buffer, which is a term of its own.
+
+    `lengths`: tokens of the answers, by uid. A score that failed stays reward.failure_score.
+    """
+    reward, longest = config.reward, config.rollout.max_new_tokens
+    if not reward.overlong_buffer:
+        return dict(scores)
+
+    found = {}
+    for uid, score in scores.items():
+        found[uid] = score
+        if not score.failure:
+            lost = penalty(lengths[uid], longest, reward.overlong_buffer, reward.overlong_factor)
+            parts = dict(score.parts) | {PENALTY: lost, IS_PENALIZED: float(lost < 0)}
+            found[uid] = replace(score, value=score.value + lost, parts=parts)
+    return found

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import jax
 
-from tlt_jax.distributed.ending import Ending
+from tlt_jax.distributed.board import Ending
 from tlt_jax.rollout import exchange
 from tlt_jax.rollout.events import Emitted, Listener, Look
 from tlt_jax.rollout.idle.driver import IdleDriver, IdleWork

@@ -12,8 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from tlt_jax.distributed.board import Board
-from tlt_jax.distributed.ending import POLL_S
+from tlt_jax.distributed.board import POLL_S, Board
 from tlt_jax.rollout.events import Decided, Look
 from tlt_jax.rollout.recorder import Completion
 from tlt_jax.rollout.selection import Choice, Chooser, Selection

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from tlt_jax.distributed.topology import GPUS
-from tlt_jax.distributed.traffic import TPUS
+from tlt_jax.distributed.topology import GPUS, TPUS
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import architecture, drafter as drafters
 from tlt_jax.models.architecture import ModelConfig

@@ -18,8 +18,8 @@ from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
 from tlt_jax.config import Config, load as configuration, parse
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.data.adapter_files import has_tokenizer, tokenizer_source
-from tlt_jax.data.encoder import Encoder
 from tlt_jax.data.packing import Example
+from tlt_jax.data.prompt_format import Encoder
 from tlt_jax.distributed.process import Preemption
 from tlt_jax.drafter import (
     batch as drafter_batch,

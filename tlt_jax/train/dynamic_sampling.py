@@ -9,8 +9,8 @@ import numpy as np
 
 from tlt_jax.config import Config
 from tlt_jax.data.dataset import Dataset
-from tlt_jax.data.encoder import Prompt
-from tlt_jax.rewards import Scorer, overlong
+from tlt_jax.data.prompt_format import Prompt
+from tlt_jax.rewards import Scorer, scorer as scorers
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.rollout.selection import Choice, Selection
 from tlt_jax.train.advantages import zero_variance
@@ -37,7 +37,7 @@ class DynamicSampling:
 
     def scores(self) -> dict[int, float]:
         """The new rewards of this process's answers, by uid, with the penalty of long ones."""
-        news = overlong.penalized(self.config, self.scorer.news(), self.lengths)
+        news = scorers.penalized(self.config, self.scorer.news(), self.lengths)
         return {uid: score.value for uid, score in news.items()}
 
     def metrics(self, result: RolloutResult) -> dict[str, float]:

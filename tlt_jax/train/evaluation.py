@@ -13,7 +13,7 @@ import numpy as np
 from tlt_jax.config import Config
 from tlt_jax.config.schema import is_at_least
 from tlt_jax.data.dataset import EVAL, Dataset
-from tlt_jax.data.encoder import Prompt
+from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError, Interrupted
 from tlt_jax.keys import EVAL_STREAM

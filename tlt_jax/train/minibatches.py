@@ -12,8 +12,8 @@ import numpy as np
 from tlt_jax.config import Config
 from tlt_jax.config.schema import FILTERED, REWARD
 from tlt_jax.data import packing
-from tlt_jax.data.encoder import Prompt
 from tlt_jax.data.packing import Example, Packed
+from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.models import lora
 from tlt_jax.models.architecture import Params
 from tlt_jax.rewards import Score

@@ -14,7 +14,7 @@ import numpy as np
 
 from tlt_jax.config import Config, validate
 from tlt_jax.data.dataset import Dataset
-from tlt_jax.data.encoder import Prompt
+from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.distributed.job import Job
 from tlt_jax.metrics import (
     GroupSeconds,

@@ -18,7 +18,7 @@ from tlt_jax.data.dataset import Prompt
 from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import Writer, evaluations
 from tlt_jax.models.drafter import DrafterParams
-from tlt_jax.rewards import Score, Scorer, overlong
+from tlt_jax.rewards import Score, Scorer, scorer as scorers
 from tlt_jax.rollout import exchange
 from tlt_jax.rollout.interface import RolloutEngine
 from tlt_jax.rollout.recorder import Completion, RolloutResult
@@ -210,7 +210,7 @@ class Trainer:
                 self.scorer.drop_others({answer.uid for answer in result.completions})
             scores = evaluation.collected(self.setup.job, self.scorer, self.interrupted)
             lengths = {answer.uid: len(answer.tokens) for answer in result.completions}
-            return overlong.penalized(self.setup.config, scores, lengths)
+            return scorers.penalized(self.setup.config, scores, lengths)
 
     def teach_drafter(self, rolled: Rolled) -> Taught:
         """What idle groups taught the drafter, and what it is to learn from the rows of the update."""

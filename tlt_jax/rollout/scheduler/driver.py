@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from tlt_jax.distributed.ending import INTERRUPTED, Ending
+from tlt_jax.distributed.board import INTERRUPTED, Ending
 from tlt_jax.errors import Interrupted
 from tlt_jax.rollout.events import Listener, Look
 from tlt_jax.rollout.recorder import Completion, RolloutRecorder, RolloutResult

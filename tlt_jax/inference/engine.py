@@ -1,10 +1,10 @@
-"""The rollout engine for a training loop of one's own: answers, new weights, and training of the drafter."""
+"""The rollout engine for your own training loop: answers, new weights, and training of the drafter."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +14,121 @@ import numpy as np
 from tlt_jax import atomic
 from tlt_jax.config import Config, load, parse, validate
 from tlt_jax.config.schema import ADAPTIVE, Rollout
-from tlt_jax.data import dataset as datasets, packing, questions as asking
+from tlt_jax.data import dataset as datasets, packing, prompt_format
 from tlt_jax.data.packing import Example
-from tlt_jax.data.questions import Given
+from tlt_jax.data.prompt_format import Given, Prompt
 from tlt_jax.distributed import job as jobs, mesh as meshes
 from tlt_jax.distributed.job import Job
 from tlt_jax.drafter import recipes, step_training
 from tlt_jax.drafter.batch import Batch, make_batch
-from tlt_jax.errors import ConfigError, Interrupted
-from tlt_jax.inference.answers import Answer, Answers, Scoring
+from tlt_jax.errors import ConfigError, Interrupted, RewardError
 from tlt_jax.keys import GENERATE_STREAM
 from tlt_jax.models import from_config, hf, hf_drafter
 from tlt_jax.models.architecture import ModelConfig, Params
+from tlt_jax.rewards import terms
 from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.events import Look
 from tlt_jax.rollout.recorder import Completion, RolloutResult
+from tlt_jax.rollout.selection import Selection
 from tlt_jax.spec_decode.interface import Sampling
 from tlt_jax.spec_decode.strategy import LEARNED
 from tlt_jax.train import adaptive
 from tlt_jax.tuner.acceptance import GUESS
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """An answer to prompt number `prompt`, its `sample`-th from 0.
+
+    prompt_tokens: int32[P]. tokens: int32[T], with the EOS or what completed a stop text. logprobs: float[T], of the
+    tokens at the sampling temperature, before top-k and top-p. finish: "stop", "length" (cut at max_new_tokens) or
+    "nonfinite" (the policy's logits were). text: without special tokens; None without a tokenizer.
+    """
+
+    prompt: int
+    sample: int
+    prompt_tokens: np.ndarray
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    finish: str
+    text: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Answers(Sequence[Answer]):
+    """The answers of one call, by prompt and sample, and its totals over all processes.
+
+    num_tokens: decoded, also of answers that were not kept. accept_length: mean tokens that a round with drafts added to an
+    answer; 0.0 when none drafted. speculated_tokens: the tokens of these rounds, of `num_tokens`. seconds: of decoding;
+    compile_seconds: waited for compilations in addition.
+    """
+
+    answers: tuple[Answer, ...]
+    num_tokens: int
+    speculated_tokens: int
+    accept_length: float
+    seconds: float
+    compile_seconds: float
+
+    def __getitem__(self, index):
+        return self.answers[index]
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    def __iter__(self) -> Iterator[Answer]:
+        return iter(self.answers)
+
+
+class Scoring:
+    """A selection of `keep` prompts by the scores of a caller's function: what it does wrong is raised in all processes."""
+
+    def __init__(self, keep: int, score: Callable[[Completion], Any]):
+        self.keep, self.score = keep, score
+        self.new: dict[int, float] = {}
+        self.wrong: list[Exception] = []
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `Engine.run` that select by the scores, and interrupt the rollout once one is missing."""
+        return {
+            "selection": Selection(self.keep, self.scores),
+            "on_finish": self.finished,
+            "interrupted": lambda: bool(self.wrong),
+        }
+
+    def finished(self, one: Completion) -> None:
+        """Scores an answer."""
+        if self.wrong:
+            return
+        try:
+            value = self.score(one)
+        except (
+            Exception
+        ) as error:  # the function is the caller's: no process may wait for one that has ended
+            self.wrong.append(error)
+            return
+        source = f"score, of an answer to prompt {one.prompt},"
+        try:
+            self.new[one.uid] = terms.number(source, value)
+        except ValueError as error:
+            self.wrong.append(RewardError(str(error)))
+
+    def scores(self) -> dict[int, float]:
+        """The scores since the last call, by uid."""
+        found, self.new = self.new, {}
+        return found
+
+    def check(self, job: Job) -> None:
+        """Raises what went wrong in one process in all of them."""
+        reasons = [str(error) or type(error).__name__ for error in self.wrong]
+        said = job.meeting().heard("".join(reasons))
+        if self.wrong:
+            raise self.wrong[0]
+        if said:
+            process, reason = min(said.items())
+            raise RewardError(f"score failed in process {process}: {reason}")
+
 
 OPTIONS = ("samples", "temperature", "top_k", "top_p", "max_new_tokens")  # of `generate`
 MOST_CALLS = 2**32 - 1  # keys take the number of a call as uint32
@@ -108,7 +203,8 @@ class RolloutModel:
         the process that decoded it, and in the thread that feeds the devices; it may not call the engine. What it raises
         is raised here, and in the other processes as a RewardError, as is a score that is no number; the engine stays usable.
         """
-        tokens, rollout = self.prompts(prompts), self.sampling(sampling)
+        tokens = [one.tokens for one in self.prompts(prompts)]
+        rollout = self.sampling(sampling)
         if keep is None and score is None:
             return self.answers(tokens, self.roll_out(tokens, rollout, call))
         scoring = self.scoring(tokens, keep, score)
@@ -238,17 +334,16 @@ class RolloutModel:
         changes = load.pairs({f"rollout.{name}": value for name, value in options.items()})
         return parse.build(Config, {"rollout": asdict(self.config.rollout)}, changes).rollout
 
-    def prompts(self, prompts: Sequence[Given]) -> list[np.ndarray]:
-        """The tokens int32[P] of each prompt. Raises ConfigError or DataError."""
+    def prompts(self, prompts: Sequence[Given]) -> list[Prompt]:
+        """The tokenized prompts. Raises ConfigError or DataError."""
         if isinstance(prompts, str) or not isinstance(prompts, Sequence | np.ndarray):
             raise ConfigError(
                 f"prompts are a {type(prompts).__name__}: give a list of texts or of lists of token ids"
             )
-        encoded = [
-            asking.encode(one, self.config, self.tokenizer, f"prompt {number}")
+        return [
+            prompt_format.encode(one, self.config, self.tokenizer, f"prompt {number}")
             for number, one in enumerate(prompts)
         ]
-        return [np.asarray(one.tokens, np.int32) for one in encoded]
 
     def answers(self, prompts: Sequence[np.ndarray], result: RolloutResult) -> Answers:
         """The answers of a rollout."""
@@ -327,7 +422,7 @@ def opened(
     if config.model.tokenizer:
         tokenizer = datasets.tokenizer(config)
     if given is None:
-        tokenizer = tokenizer or asking.find_tokenizer(from_config.model_directory(config))
+        tokenizer = tokenizer or prompt_format.find_tokenizer(from_config.model_directory(config))
         eos = None if tokenizer is None else tokenizer.eos_token_id
         directory = from_config.policy_directory(config)
         model = hf.read_config(directory, () if eos is None else (eos,))
