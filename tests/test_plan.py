@@ -18,7 +18,7 @@ from tlt_jax.config import load as configuration, schema
 from tlt_jax.data import packing
 from tlt_jax.distributed.mesh import make_mesh, sharding
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import drafter as drafters, from_config, hf_drafter_config
+from tlt_jax.models import drafter as drafters, from_config, hf_drafter
 from tlt_jax.plan import __main__ as command, programs as planned_programs, report
 from tlt_jax.plan.launches import collectives
 from tlt_jax.rollout import networks, ngram_memory
@@ -57,7 +57,7 @@ def save_block(path, model, kind) -> str:
     """A directory with the config.json of a block drafter, which is all that plan reads."""
     path.mkdir()
     own = drafters.for_policy(model, kind)
-    raw = hf_drafter_config.to_raw(own, np.dtype("float32"))
+    raw = hf_drafter.to_raw(own, np.dtype("float32"))
     (path / "config.json").write_text(json.dumps(raw))
     return str(path)
 
@@ -182,7 +182,7 @@ def test_a_config_json_is_enough_to_plan_and_without_one_drafter_training_decide
     _, recipe, engine = plan_of(*knobs, "50")
     assert (engine.drafter.kind, engine.drafter.draft_vocab_size) == ("eagle3", 50)
     (tmp_path / "drafter").mkdir()
-    raw = hf_drafter_config.to_raw(engine.drafter, np.dtype("float32"))
+    raw = hf_drafter.to_raw(engine.drafter, np.dtype("float32"))
     (tmp_path / "drafter" / "config.json").write_text(json.dumps(raw))
     assert plan_of(*knobs, "60")[2].drafter == engine.drafter
     started = (
@@ -252,7 +252,7 @@ def test_an_adaptive_drafter_is_planned_as_training_begins_it(tmp_path):
     assert loaded == (engine.drafter, None) and engine.basis["drafter"] == "eagle3"
 
     (tmp_path / "begun").mkdir()
-    raw = hf_drafter_config.to_raw(engine.drafter, np.dtype("float32"))
+    raw = hf_drafter.to_raw(engine.drafter, np.dtype("float32"))
     (tmp_path / "begun" / "config.json").write_text(json.dumps(raw))
     begun = plan_of(*adaptive, "--drafter_training.start", str(tmp_path / "begun"))[2]
     assert begun.drafter == engine.drafter

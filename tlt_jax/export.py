@@ -109,7 +109,7 @@ def export_drafter(
     Raises ConfigError also when the run trains no drafter, or had not started to at that step.
     """
     from tlt_jax.drafter import recipe as drafter_recipe, recipes
-    from tlt_jax.models import from_config, hf_drafter, hf_drafter_config
+    from tlt_jax.models import from_config, hf_drafter
     from tlt_jax.train import saved
 
     if config.speculation.drafter != ADAPTIVE:
@@ -122,7 +122,7 @@ def export_drafter(
     target = drafter_recipe.abstract_state(recipe)
     chosen, state = saved.restore(config, run, step, "drafter", target)
     hf_drafter.save(state.params, drafter, out, dtype or config.model.param_dtype)
-    if caveat := hf_drafter_config.caveat(drafter):
+    if caveat := hf_drafter.caveat(drafter):
         print(f"{out}: {caveat}")
     return chosen
 

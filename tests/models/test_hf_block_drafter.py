@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ModelError
-from tlt_jax.models import drafter as drafters, hf_drafter, hf_drafter_config
+from tlt_jax.models import drafter as drafters, hf_drafter
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "block_drafters.json").read_text())
 
@@ -77,9 +77,9 @@ def test_a_round_trip_keeps_every_bit(case, dtype, mesh, tmp_path):
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     (tmp_path / "one" / "model.safetensors").unlink()
-    assert hf_drafter_config.read_config(tmp_path / "one", cases.policy()) == config
+    assert hf_drafter.read_config(tmp_path / "one", cases.policy()) == config
     with pytest.raises(ModelError, match="is below the 65 positions"):
-        hf_drafter_config.read_config(tmp_path / "one", cases.policy(), positions=65)
+        hf_drafter.read_config(tmp_path / "one", cases.policy(), positions=65)
 
 
 def test_a_markov_head_is_written_for_every_token(mesh, tmp_path):
@@ -186,4 +186,4 @@ def test_a_mask_embedding_of_its_own_is_refused(written, mesh):
     ],
 )  # fmt: skip
 def test_what_other_programs_do_not_load_is_reported(case, message):
-    assert hf_drafter_config.caveat(cases.config(case)) == message
+    assert hf_drafter.caveat(cases.config(case)) == message

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ModelError
-from tlt_jax.models import drafter as drafters, hf_drafter, hf_drafter_config
+from tlt_jax.models import drafter as drafters, hf_drafter
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "drafters.json").read_text())
 
@@ -99,11 +99,11 @@ def test_a_round_trip_keeps_every_bit(case, mesh, tmp_path):
 def test_config_json_alone_describes_the_drafter(case, mesh, tmp_path):
     hf_drafter.save(cases.params(case, "float32", mesh), cases.config(case), tmp_path, "float32")
     (tmp_path / "model.safetensors").unlink()
-    assert hf_drafter_config.read_config(tmp_path, cases.policy()) == cases.config(case)
+    assert hf_drafter.read_config(tmp_path, cases.policy()) == cases.config(case)
     with pytest.raises(ModelError, match="is below the 65 positions"):
-        hf_drafter_config.read_config(tmp_path, cases.policy(), positions=65)
+        hf_drafter.read_config(tmp_path, cases.policy(), positions=65)
     with pytest.raises(ModelError, match="is not the policy's 32"):
-        hf_drafter_config.read_config(tmp_path, cases.policy(hidden_size=32))
+        hf_drafter.read_config(tmp_path, cases.policy(hidden_size=32))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_config_json_alone_describes_the_drafter(case, mesh, tmp_path):
     ],
 )
 def test_what_vllm_does_not_load_is_reported(changes, message):
-    assert hf_drafter_config.caveat(drafters.for_policy(cases.policy(), **changes)) == message
+    assert hf_drafter.caveat(drafters.for_policy(cases.policy(), **changes)) == message
 
 
 def test_bfloat16_files_and_parameters(mesh, tmp_path):
@@ -241,7 +241,7 @@ def test_layer_ids_are_read_in_both_conventions(outputs, counts, captures):
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": outputs},
         "eagle_aux_hidden_state_layer_ids": counts,
     }
-    assert hf_drafter_config.read_captures(raw, cases.policy()) == captures
+    assert hf_drafter.read_captures(raw, cases.policy()) == captures
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import jax
 import jax.numpy as jnp
 import model_cases
@@ -54,7 +56,7 @@ def test_gradients_of_the_loss_equal_those_of_torch(family, tmp_path, x64):
     hf.save(gradient(params), config, tmp_path / "gradient", mesh, None, "float64")
     ours = hf.load(tmp_path / "gradient", config, meshes.make_mesh(1, 1), "float64")
     for tensor in hf.tensors(config):
-        leaf = getattr(ours if tensor.layer is None else ours.layers, tensor.leaf)
+        leaf = attrgetter(tensor.leaf)(ours)
         leaf = np.asarray(leaf if tensor.layer is None else leaf[tensor.layer])[: tensor.shape[0]]
         theirs = reference.get_parameter(tensor.name).grad.numpy()
         np.testing.assert_allclose(leaf, theirs, rtol=1e-9, atol=1e-11, err_msg=tensor.name)

@@ -31,7 +31,6 @@ from tlt_jax.models import (
     from_config,
     hf,
     hf_drafter,
-    hf_drafter_config,
 )
 from tlt_jax.train import drafter
 
@@ -300,7 +299,7 @@ def test_a_drafter_can_be_trained_on_and_given_texts_without_any_answers(
         with pytest.raises(ConfigError, match=message):
             drafter.train(configure(tmp_path / "wrong", knobs | wrong))
     own = drafters.for_policy(hf.read_config(Path(whole.model.path)), "dspark")
-    raw = hf_drafter_config.to_raw(own, np.dtype("float32"))
+    raw = hf_drafter.to_raw(own, np.dtype("float32"))
     (tmp_path / "block").mkdir()
     (tmp_path / "block" / "config.json").write_text(json.dumps(raw))
     start, block = {"drafter_training.start": tmp_path / "block"}, {"drafter_training.start": ""}

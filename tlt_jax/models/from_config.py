@@ -24,7 +24,6 @@ from tlt_jax.models import (
     hf,
     hf_adapter,
     hf_drafter,
-    hf_drafter_config,
     lora,
 )
 from tlt_jax.models.architecture import ModelConfig, Params
@@ -182,7 +181,7 @@ def drafter_config(config: Config, model: ModelConfig) -> DrafterConfig | None:
             return new_drafter_config(config, model)
         check_start(config, model)
         path = Path(parse.expand(config.drafter_training.start, "drafter_training.start"))
-    return hf_drafter_config.read_config(path, model, longest_sequence(config, model))
+    return hf_drafter.read_config(path, model, longest_sequence(config, model))
 
 
 def new_drafter_config(config: Config, model: ModelConfig) -> DrafterConfig:
@@ -219,7 +218,7 @@ def check_start(config: Config, model: ModelConfig) -> None:
     """Raises ConfigError when a knob does not fit the kind of drafter_training.start; reads its config.json only."""
     knobs = config.drafter_training
     path = Path(parse.expand(knobs.start, "drafter_training.start"))
-    drafter = hf_drafter_config.read_config(path, model, longest_sequence(config, model))
+    drafter = hf_drafter.read_config(path, model, longest_sequence(config, model))
     if knobs.unroll and drafter.kind in drafters.BLOCK_KINDS:
         raise not_unrolled(knobs.unroll, drafter.kind)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import fields
-from functools import partial
+from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +61,8 @@ IN_LAYER = {
     "up_bias": "mlp.up_proj.bias",
     "down_bias": "mlp.down_proj.bias",
 }
+PyTree = Any
+
 DERIVED = re.compile(r".*rotary_emb\.inv_freq")  # in some old files; the config determines it
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30
@@ -74,9 +77,10 @@ TOKENIZER_FILES = (
 
 
 class Tensor(NamedTuple):
-    """One tensor of the files: its name and shape, its place in Params, and its dtype.
+    """One tensor of the files: its name and shape, the leaf that it is in the tree of weights, and its dtype.
 
-    layer None: a tensor outside the layers; dtype None: the dtype of the weights.
+    `leaf`: a path of attributes, as "layers.q". `layer`: the index of the tensor in a leaf that is stacked, else None.
+    dtype None: the dtype of the weights.
     """
 
     name: str
@@ -88,22 +92,24 @@ class Tensor(NamedTuple):
 
 def tensors(config: ModelConfig) -> Iterator[Tensor]:
     """Every tensor of a model's files, in the order of the network."""
-    spec = weights(config, 1)
     D, V = config.hidden_size, config.vocab_size
     yield Tensor(TOP["embed"], (V, D), "embed", None)
-    for layer in range(config.num_layers):
-        for field in fields(Layer):
-            weight = getattr(spec.layers, field.name)
-            if weight is not None:
-                yield Tensor(
-                    f"model.layers.{layer}.{IN_LAYER[field.name]}",
-                    weight.shape[1:],
-                    field.name,
-                    layer,
-                )
+    yield from layer_tensors("model.layers.{}.", weights(config, 1).layers, config.num_layers)
     yield Tensor(TOP["final_norm"], (D,), "final_norm", None)
     if not config.tied:
         yield Tensor(TOP["head"], (V, D), "head", None)
+
+
+def layer_tensors(prefix: str, layers: Layer, count: int) -> Iterator[Tensor]:
+    """The tensors of `count` layers with these Weights; a prefix without {} is that of one layer, which is not stacked."""
+    is_stacked = "{}" in prefix
+    for layer in range(count):
+        for field, name in IN_LAYER.items():
+            weight = getattr(layers, field)
+            if weight is not None:
+                shape = weight.shape[1:] if is_stacked else weight.shape
+                index = layer if is_stacked else None
+                yield Tensor(prefix.format(layer) + name, shape, f"layers.{field}", index)
 
 
 def resolve(path: str | Path) -> Path:
@@ -129,39 +135,42 @@ def resolve(path: str | Path) -> Path:
 
 def load(directory: str | Path, config: ModelConfig, mesh: Mesh, dtype: DTypeLike) -> Params:
     """Params in the "train" layout; each process reads only the bytes of its own shards."""
-    directory = Path(directory)
-    target = abstract(config, mesh, "train", dtype)
+    directory, wanted = Path(directory), [*tensors(config)]
     with ExitStack() as stack:
         stored = open_tensors(directory, stack)
-        check_tensors(directory, tensors(config), stored, {TOP["head"]} if config.tied else set())
+        check_tensors(directory, wanted, stored, {TOP["head"]} if config.tied else set())
+        return read_tree(abstract(config, mesh, "train", dtype), wanted, stored)
 
-        def top(leaf: str) -> jax.Array | None:
-            spec = getattr(target, leaf)
-            if spec is None:
-                return None
-            part = partial(read, stored[TOP[leaf]], shape=spec.shape, dtype=dtype)
-            return jax.make_array_from_callback(spec.shape, spec.sharding, part)
 
-        def stacked(leaf: str) -> jax.Array | None:
-            spec = getattr(target.layers, leaf)
-            if spec is None:
-                return None
-            layers = [
-                stored[f"model.layers.{layer}.{IN_LAYER[leaf]}"]
-                for layer in range(config.num_layers)
-            ]
+def read_tree(
+    target: PyTree,
+    wanted: Iterable[Tensor],
+    stored: Mapping[str, Any],
+    known: Mapping[str, np.ndarray | None] = {},
+) -> PyTree:
+    """Arrays of the shapes, dtypes and shardings of `target`, from stored tensors: one for a leaf, or a stack of several.
 
-            def part(index: tuple[slice, ...]) -> np.ndarray:
-                return np.stack(
-                    [read(layer, index[1:], spec.shape[1:], dtype) for layer in layers[index[0]]]
-                )
+    Each process reads only the bytes of its own shards. `known`: whole arrays of leaves that are not stored as they are.
+    """
+    parts: dict[str, list[Tensor]] = {}
+    for tensor in wanted:
+        parts.setdefault(tensor.leaf, []).append(tensor)
 
-            return jax.make_array_from_callback(spec.shape, spec.sharding, part)
+    def one(path: jax.tree_util.KeyPath, spec: jax.ShapeDtypeStruct) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
 
-        layers = Layer(**{field.name: stacked(field.name) for field in fields(Layer)})
-        return Params(
-            embed=top("embed"), layers=layers, final_norm=top("final_norm"), head=top("head")
-        )
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            if name in known:
+                return known[name][index].astype(spec.dtype)
+            slices = [stored[tensor.name] for tensor in parts[name]]
+            if parts[name][0].layer is None:
+                return read(slices[0], index, spec.shape, spec.dtype)
+            chosen = slices[index[0]]
+            return np.stack([read(each, index[1:], spec.shape[1:], spec.dtype) for each in chosen])
+
+        return jax.make_array_from_callback(spec.shape, spec.sharding, part)
+
+    return jax.tree_util.tree_map_with_path(one, target)
 
 
 def read(
@@ -274,13 +283,8 @@ def save(
             stale.unlink(missing_ok=True)
         write_configs(config, directory, tokenizer, dtype)
         for name, value in files.items():
-            (directory / name).write_text(f"{json.dumps(value, indent=2)}\n")
+            write_json(directory / name, value)
 
-    def pick(leaf: Any, layer: jax.Array | None) -> jax.Array:
-        one = leaf if layer is None else jax.tree.map(lambda part: part[layer], leaf)
-        return merged(one).astype(dtype)
-
-    fetch = jax.jit(pick, out_shardings=NamedSharding(mesh, PartitionSpec()))
     shards = plan_shards(config, dtype.itemsize, shard_bytes)
     weight_map, total = {}, 0
     for number, shard in enumerate(shards, start=1):
@@ -289,16 +293,12 @@ def save(
             if len(shards) == 1
             else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         )
-        arrays = (host_copy(params, tensor, fetch, config.vocab_size) for tensor in shard)
-        if writes:
-            total += write_shard(directory / name, shard, dtype, arrays)
-        else:
-            for _ in arrays:
-                pass
+        arrays = (host_copy(params, tensor, mesh, dtype) for tensor in shard)
+        total += write_shard(directory / name, shard, dtype, arrays)
         weight_map |= {tensor.name: name for tensor in shard}
     if writes and len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        write_json(directory / INDEX, index)
 
 
 def save_whole(
@@ -320,14 +320,28 @@ def save_whole(
     atomic.write_directory(directory, write, is_owner, made_from)
 
 
-def host_copy(params: Params, tensor: Tensor, fetch: Any, vocab_size: int) -> np.ndarray:
-    """One tensor on the host, without vocabulary padding; the devices have finished computing it."""
-    if tensor.layer is not None:
-        array = fetch(getattr(params.layers, tensor.leaf), jnp.int32(tensor.layer))
-    else:
-        array = fetch(getattr(params, tensor.leaf), None)
-    array = np.asarray(jax.block_until_ready(array))
-    return array[:vocab_size] if tensor.leaf in ("embed", "head") else array
+def host_copy(tree: PyTree, tensor: Tensor, mesh: Mesh, dtype: np.dtype) -> np.ndarray:
+    """One tensor in this dtype on the host, without padding of its first axis; the devices have finished computing it.
+
+    Adapters are merged; an absent leaf is zeros.
+    """
+    leaf = attrgetter(tensor.leaf)(tree)
+    if leaf is None:
+        return np.zeros(tensor.shape, dtype)
+    layer = None if tensor.layer is None else jnp.int32(tensor.layer)
+    array = np.asarray(jax.block_until_ready(fetcher(mesh, dtype)(leaf, layer)))
+    return array[: tensor.shape[0]] if array.ndim == len(tensor.shape) else array
+
+
+@cache
+def fetcher(mesh: Mesh, dtype: np.dtype) -> Callable[[PyTree, jax.Array | None], jax.Array]:
+    """A jitted copy of a leaf, or of one layer of it, in this dtype to every device."""
+
+    def pick(leaf: PyTree, layer: jax.Array | None) -> jax.Array:
+        one = leaf if layer is None else jax.tree.map(lambda part: part[layer], leaf)
+        return merged(one).astype(dtype)
+
+    return jax.jit(pick, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def plan_shards(config: ModelConfig, itemsize: int, shard_bytes: int) -> list[list[Tensor]]:
@@ -346,7 +360,10 @@ def plan_shards(config: ModelConfig, itemsize: int, shard_bytes: int) -> list[li
 def write_shard(
     path: Path, shard: list[Tensor], dtype: np.dtype, arrays: Iterable[np.ndarray]
 ) -> int:
-    """Writes a safetensors file tensor by tensor; returns its bytes of weights."""
+    """Writes a safetensors file tensor by tensor; returns its bytes of weights. Every process makes the arrays, 0 writes."""
+    if jax.process_index():
+        deque(arrays, maxlen=0)
+        return 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in shard:
@@ -367,11 +384,16 @@ def write_shard(
     return end
 
 
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file, indented."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
 def write_configs(config: ModelConfig, directory: Path, tokenizer: Any, dtype: np.dtype) -> None:
     """config.json, generation_config.json and the tokenizer's files."""
     hf_config = to_hf_config(config, dtype)
     for name, value in (("config.json", hf_config), ("generation_config.json", eos_entry(config))):
-        (directory / name).write_text(json.dumps(value, indent=2) + "\n")
+        write_json(directory / name, value)
     if isinstance(tokenizer, (str, Path)):
         for name in TOKENIZER_FILES:
             if (Path(tokenizer) / name).is_file():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -12,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from tlt_jax.config.schema import LORA_TARGETS
@@ -122,27 +121,11 @@ def load(directory: Path, lora: Lora, model: ModelConfig, mesh: Mesh, dtype: DTy
 
     Each process reads only the bytes of its own shards. Raises ModelError, naming tensors that do not fit the model.
     """
+    wanted = [*tensors(lora, model)]
     with ExitStack() as stack:
         stored = hf.slices(directory / WEIGHTS, stack)
-        hf.check_tensors(directory, tensors(lora, model), stored, set(), f"{CONFIG} and base")
-
-        def factor(name: str, part: str, target: jax.ShapeDtypeStruct) -> jax.Array:
-            layers = [stored[tensor_name(name, part, layer)] for layer in range(model.num_layers)]
-
-            def read(index: tuple[slice, ...]) -> np.ndarray:
-                chosen = layers[index[0]]
-                return np.stack(
-                    [hf.read(one, index[1:], target.shape[1:], dtype) for one in chosen]
-                )
-
-            return jax.make_array_from_callback(target.shape, target.sharding, read)
-
-        targets = adapting.abstract(lora, model, mesh, dtype)
-        parts = {
-            name: adapting.Adapter(factor(name, "a", one.a), factor(name, "b", one.b))
-            for name, one in targets.present.items()
-        }
-        return Adapters.made(parts, lora.scale)
+        hf.check_tensors(directory, wanted, stored, set(), f"{CONFIG} and base")
+        return hf.read_tree(adapting.abstract(lora, model, mesh, dtype), wanted, stored)
 
 
 def save(
@@ -160,28 +143,15 @@ def save(
 
     Every process takes part; process 0 writes.
     """
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    fetch = jax.jit(lambda leaf, layer: leaf[layer].astype(dtype), out_shardings=everywhere)
-
-    def host_copy(tensor: Tensor) -> np.ndarray:
-        name, factor = tensor.leaf.split(".")
-        array = fetch(getattr(getattr(adapters, name), factor), jnp.int32(tensor.layer))
-        return np.asarray(jax.block_until_ready(array))
-
-    wanted = list(tensors(lora, model))
-    arrays = map(host_copy, wanted)
-    if jax.process_index():
-        for _ in arrays:
-            pass
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(adapter_config(lora, base), indent=2)
-    (directory / CONFIG).write_text(f"{text}\n", encoding="utf-8")
-    for name, value in files.items():
-        (directory / name).write_text(f"{json.dumps(value, indent=2)}\n")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
-    hf.write_shard(directory / WEIGHTS, wanted, jnp.dtype(dtype), arrays)
+    wanted, dtype = [*tensors(lora, model)], jnp.dtype(dtype)
+    if jax.process_index() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, value in {CONFIG: adapter_config(lora, base), **files}.items():
+            hf.write_json(directory / name, value)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+    arrays = (hf.host_copy(adapters, tensor, mesh, dtype) for tensor in wanted)
+    hf.write_shard(directory / WEIGHTS, wanted, dtype, arrays)
 
 
 def adapter_config(lora: Lora, base: str) -> dict[str, Any]:

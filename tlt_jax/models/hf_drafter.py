@@ -1,19 +1,20 @@
-"""Drafter directories as SGLang and vLLM load them: their tensors. hf_drafter_config handles config.json.
+"""Drafter directories of Hugging Face, as other programs read them: config.json, tensors and what is accepted.
 
-EAGLE-3: one `midlayer`, its own norm and head, and the draft vocabulary as offsets `d2t` unless it is the whole one.
-EAGLE: `layers.0` without its first norm, no head, and a bias in `fc`, zero for a drafter without one. Block drafters: all
-layers, and the heads of DSpark; a draft vocabulary is `t2d`, and the Markov head's rows of other tokens are zero. The
-embedding, and the head of drafters without their own, are the policy's: they are neither written nor read.
+EAGLE in the format of SGLang and vLLM; block drafters in that of z-lab (DFlash) and DeepSpec (DSpark), which vLLM reads. A new
+kind has a row in ARCHITECTURES and in TENSORS, and reads and writes its keys of config.json in `own_fields` and `to_raw`.
+
+The embedding, and the head of drafters without their own, are the policy's: they are neither written nor read. A draft
+vocabulary of eagle3 is `d2t`, offsets, and `t2d`; of block drafters `t2d` alone, and the Markov head's rows of other tokens are
+zero.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
-from functools import cache, partial
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -21,80 +22,350 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from tlt_jax.errors import ModelError
-from tlt_jax.models import drafter as drafters, hf, hf_drafter_config
-from tlt_jax.models.architecture import Layer, ModelConfig
-from tlt_jax.models.drafter import DrafterConfig, DrafterParams, check_ids, weights
-from tlt_jax.models.hf_config import read_json
+from tlt_jax.models import drafter as drafters, hf, hf_config
+from tlt_jax.models.architecture import NORMED, ModelConfig
+from tlt_jax.models.drafter import DrafterConfig, DrafterParams, check_ids, check_policy
+from tlt_jax.models.hf_config import from_hf_config, read_json, to_hf_config
 
 WEIGHTS = "model.safetensors"
 ACCEPTANCE = "acceptance.json"  # acceptance by depth; other engines do not read it
-PREFIX = {"eagle": "layers.0.", "eagle3": "midlayer."}
-TOP = {
-    "fuse": "fc.weight", "fuse_bias": "fc.bias", "hidden_norm": "midlayer.hidden_norm.weight",
-    "final_norm": "norm.weight", "head": "lm_head.weight",
-}  # fmt: skip
-
-
-BLOCK_TOP = {
-    "fuse": "fc.weight", "hidden_norm": "hidden_norm.weight", "final_norm": "norm.weight",
-    "markov_in": "markov_head.markov_w1.weight", "markov_out": "markov_head.markov_w2.weight",
-    "confidence": "confidence_head.proj.weight", "confidence_bias": "confidence_head.proj.bias",
-}  # fmt: skip
 MASK_EMBEDDING = "mask_embedding.pt"  # of drafters whose mask is not a token of the policy
+ARCHITECTURES = {  # name -> kind, model_type of its layers; the first of a kind that fits is written
+    "LlamaForCausalLMEagle3": ("eagle3", "llama"),
+    "LlamaForCausalLMEagle": ("eagle", "llama"),
+    "Qwen2ForCausalLMEagle": ("eagle", "qwen2"),
+    "DFlashDraftModel": ("dflash", "qwen3"),
+    "Qwen3DFlashDraftModel": ("dflash", "qwen3"),  # vLLM before 0.20
+    "Qwen3DSparkModel": (
+        "dspark",
+        "qwen3",
+    ),  # DeepSpec, also its DFlash: no Markov head and no confidence head
+}
+BLOCK_TENSORS = (
+    ("fuse", "fc.weight"),
+    ("hidden_norm", "hidden_norm.weight"),
+    ("final_norm", "norm.weight"),
+    ("markov_in", "markov_head.markov_w1.weight"),
+    ("markov_out", "markov_head.markov_w2.weight"),
+    ("confidence", "confidence_head.proj.weight"),
+    ("confidence_bias", "confidence_head.proj.bias"),
+    ("layers", "layers.{}."),
+    ("ids", "t2d"),
+)
+TENSORS = {  # in the order of the file: leaf of DrafterParams, name; {}: one tensor for each index of the leaf's first axis
+    "eagle": (
+        ("fuse", "fc.weight"),
+        ("fuse_bias", "fc.bias"),  # SGLang's fc has one, which stays random when the file has none
+        ("layers", "layers.0."),
+    ),
+    "eagle3": (
+        ("fuse", "fc.weight"),
+        ("hidden_norm", "midlayer.hidden_norm.weight"),
+        ("feature_norms", "fc_norm.{}.weight"),
+        ("layers", "midlayer."),
+        ("final_norm", "norm.weight"),
+        ("head", "lm_head.weight"),
+        ("ids", "d2t"),
+        ("ids", "t2d"),
+    ),
+    "dflash": BLOCK_TENSORS,
+    "dspark": BLOCK_TENSORS,
+}
+VLLM_EAGLE = {"llama"}  # families with an EAGLE class in vLLM
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+READ = {
+    "architectures", "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size", "tie_word_embeddings", "rope_theta",
+    "rope_scaling", "rope_parameters", "rms_norm_eps", "max_position_embeddings", "hidden_act", "target_hidden_size",
+    "bias", "attention_bias", "mlp_bias", "fc_norm", "norm_output", "eagle_config", LAYER_IDS, "initializer_range",
+    "original_max_position_embeddings", "quantization_config", "partial_rotary_factor", "use_sliding_window",
+    "layer_types", "fc_bias",
+}  # fmt: skip
+DRAFT_VOCAB = "tlt_draft_vocab_size"  # ours: other programs draft from the whole vocabulary
+OF_EAGLE = {
+    "bias",
+    "fc_bias",
+    "mlp_bias",
+    "fc_norm",
+    "norm_output",
+    "eagle_config",
+}  # of READ: not of block drafters
+READ_BLOCK = {
+    "block_size", "num_target_layers", "dflash_config", "mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type",
+    "enable_confidence_head", "confidence_head_with_markov", "num_anchors", DRAFT_VOCAB,
+}  # fmt: skip
+HARMLESS = {
+    "_name_or_path", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id", "max_window_layers",
+    "pad_token_id", "pretraining_tp", "sliding_window", "target_model_type", "torch_dtype", "transformers_version",
+    "use_cache",
+}  # fmt: skip
+
+
+def read_config(directory: str | Path, policy: ModelConfig, positions: int = 0) -> DrafterConfig:
+    """The config of a drafter directory, for this policy and sequences of this length; reads config.json only.
+
+    Raises ModelError, in one line that names what does not fit: the config, the policy or the positions.
+    """
+    directory = Path(directory)
+    raw = read_json(directory / "config.json")
+    if raw is None:
+        raise ModelError(f"{directory} has no config.json: give the directory of a drafter")
+    try:
+        config = from_raw(raw, policy)
+    except ValueError as error:
+        raise ModelError(f"drafter {directory}: {error}") from error
+    if config.layers.max_positions < positions:
+        raise ModelError(
+            f"drafter {directory}: max_position_embeddings {config.layers.max_positions} is below the {positions} positions "
+            "of a sequence: lower rollout lengths, or raise it if the drafter was trained that far"
+        )
+    return config
+
+
+def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
+    """The configuration of a config.json. Raises ModelError or ValueError that names what is unsupported."""
+    named = raw.get("architectures") or [None]
+    kind, family = ARCHITECTURES.get(named[0], (None, None))
+    after = [[]] if kind in drafters.BLOCK_KINDS else [[], [hf_config.ARCHITECTURES.get(family)]]
+    if kind is None or named[1:] not in after:
+        raise ModelError(
+            f"architectures {named} are not a supported drafter: use {', '.join(ARCHITECTURES)}"
+        )
+    own = own_fields(raw, policy, kind, family)
+    layers = replace(from_hf_config(dict(raw) | {"model_type": family}), tied=False, eos_ids=())
+    config = DrafterConfig(
+        kind, layers, policy.num_layers, **{"draft_vocab_size": layers.vocab_size} | own
+    )
+    check_policy(config, policy)
+    return config
+
+
+def own_fields(
+    raw: Mapping[str, Any], policy: ModelConfig, kind: str, family: str
+) -> dict[str, Any]:
+    """The fields of DrafterConfig that a config.json gives beside the sizes of its layers. Raises as `from_raw` does."""
+    if kind in drafters.BLOCK_KINDS:
+        return block_fields(raw, policy)
+    refuse_unsupported(raw, kind, family)
+    named = {"fc_bias": bool(raw.get("fc_bias") or raw.get("bias"))}
+    named |= {name: bool(raw.get(name)) for name in ("fc_norm", "norm_output")}
+    if kind == "eagle":
+        return named | {"captures": (NORMED,)}
+    size = raw["draft_vocab_size"]
+    return named | {"captures": read_captures(raw, policy), "draft_vocab_size": size}
+
+
+def refuse_unsupported(raw: Mapping[str, Any], kind: str, family: str) -> None:
+    """Raises ModelError for keys and values of a config.json that describe another network."""
+    refuse_unknown(raw, READ)
+    if raw.get("num_hidden_layers") != 1:
+        raise ModelError(
+            f"num_hidden_layers {raw.get('num_hidden_layers')}: only drafters of one layer are supported"
+        )
+    biased = [
+        name for name in ("attention_bias", "mlp_bias") if raw.get(name) and family == "llama"
+    ]
+    if kind == "eagle3":
+        if raw.get("bias"):
+            biased.append("bias")
+        if raw.get("tie_word_embeddings"):
+            raise ModelError(
+                "tie_word_embeddings true: an EAGLE-3 drafter needs an LM head of its own"
+            )
+        if not raw.get("draft_vocab_size"):
+            raise ModelError(
+                "draft_vocab_size is missing: an EAGLE-3 drafter that shares the policy's LM head is not supported"
+            )
+    if biased:
+        raise ModelError(
+            f"{', '.join(biased)} true: not supported in a drafter of this architecture"
+        )
+
+
+def refuse_unknown(raw: Mapping[str, Any], known: set[str]) -> None:
+    """Raises ModelError for keys of a config.json that are neither known nor harmless, and for another width."""
+    unknown = sorted(key for key in set(raw) - known - HARMLESS if raw[key] not in (None, False))
+    if unknown:
+        named = ", ".join(unknown)
+        raise ModelError(f"config.json names {named}: unknown here, and it may change the network")
+    if raw.get("target_hidden_size") not in (None, raw.get("hidden_size")):
+        wide = f"target_hidden_size {raw['target_hidden_size']} is not hidden_size {raw.get('hidden_size')}"
+        raise ModelError(f"{wide}: only drafters as wide as their policy are supported")
+
+
+def block_fields(raw: Mapping[str, Any], policy: ModelConfig) -> dict[str, Any]:
+    """`own_fields` of a block drafter."""
+    refuse_unknown(raw, READ - OF_EAGLE | READ_BLOCK)
+    if raw.get("model_type", "qwen3") != "qwen3":
+        raise ModelError(
+            f"model_type {raw['model_type']!r}: only block drafters with layers of qwen3 are supported"
+        )
+    if raw.get("attention_bias"):
+        raise ModelError("attention_bias true: not supported in a block drafter")
+    if raw.get("draft_vocab_size") not in (None, raw.get("vocab_size")):
+        raise ModelError(
+            f"draft_vocab_size {raw['draft_vocab_size']}: a block drafter with an LM head of its own is not supported"
+        )
+    if raw.get("num_target_layers") not in (None, policy.num_layers):
+        raise ModelError(
+            f"num_target_layers {raw['num_target_layers']} is not the policy's {policy.num_layers}: it was made for another "
+            "policy"
+        )
+    nested = dict(raw.get("dflash_config") or {})
+    mask, ids = (agreed(raw, nested, name) for name in ("mask_token_id", "target_layer_ids"))
+    size = agreed(raw, nested, "block_size")
+    causal = nested.pop("causal", None)
+    if unknown := sorted(name for name, value in nested.items() if value not in (None, False)):
+        raise ModelError(
+            f"dflash_config names {', '.join(unknown)}: unknown here, and it may change the network"
+        )
+    if not (isinstance(ids, list) and ids and all(type(one) is int for one in ids)):
+        raise ModelError(f"target_layer_ids {ids!r} is not a list of layer ids")
+    counts = raw.get(LAYER_IDS)
+    if counts is not None and counts != [one + 1 for one in ids]:
+        raise ModelError(
+            f"{LAYER_IDS} {counts}, but target_layer_ids {ids}, which count from 0: keep the right ones"
+        )
+    rank, sure = raw.get("markov_rank") or 0, bool(raw.get("enable_confidence_head"))
+    if rank and raw.get("markov_head_type", "vanilla") != "vanilla":
+        raise ModelError(
+            f"markov_head_type {raw['markov_head_type']!r} is not supported, only 'vanilla'"
+        )
+    if sure and bool(raw.get("confidence_head_with_markov")) != bool(rank):
+        raise ModelError(
+            f"confidence_head_with_markov {raw.get('confidence_head_with_markov')} with markov_rank {rank}: only a confidence "
+            "head that reads the Markov head, if there is one, is supported"
+        )
+    return {
+        "captures": tuple(one + 1 for one in ids), "block_size": size, "mask_token_id": mask, "causal": bool(causal),
+        "markov_rank": rank, "confidence": sure,
+    } | ({"draft_vocab_size": raw[DRAFT_VOCAB]} if raw.get(DRAFT_VOCAB) else {})  # fmt: skip
+
+
+def agreed(raw: Mapping[str, Any], nested: dict[str, Any], name: str) -> Any:
+    """A value that z-lab writes in dflash_config, from which it is removed, and DeepSpec at the top level.
+
+    Raises ModelError when it is missing, or the two places disagree.
+    """
+    found = [one for one in (nested.pop(name, None), raw.get(name)) if one is not None]
+    if not found:
+        raise ModelError(f"config.json lacks {name}, in dflash_config or at the top level")
+    if found[0] != found[-1]:
+        raise ModelError(f"{name} {found[-1]}, but {found[0]} in dflash_config: keep the right one")
+    return found[0]
+
+
+def read_captures(raw: Mapping[str, Any], policy: ModelConfig) -> tuple[int, ...]:
+    """The policy's hidden states that an EAGLE-3 drafter reads; without ids, SGLang's and vLLM's default.
+
+    Two conventions exist. vLLM's ids, at the top level, count the layers before the state, as ours do. SGLang's, in
+    eagle_config, name the layer whose output it is: one less. Each place alone may hold either convention: SGLang (since
+    May 2026, its pull request 25454) reads ids that begin with 1 as outputs, and others as counts. Raises ModelError when
+    the two places disagree.
+    """
+    nested = dict(raw.get("eagle_config") or {})
+    outputs, counts = nested.pop(LAYER_IDS, None), raw.get(LAYER_IDS)
+    if nested.pop("use_aux_hidden_state", True) is not True:
+        raise ModelError(
+            "drafters.use_aux_hidden_state false: an EAGLE-3 drafter reads several hidden states"
+        )
+    if nested:
+        raise ModelError(
+            f"eagle_config names {', '.join(sorted(nested))}: unknown here, and it may change the network"
+        )
+    for ids in (outputs, counts):
+        if ids is not None and not (
+            isinstance(ids, list) and ids and all(isinstance(one, int) for one in ids)
+        ):
+            raise ModelError(f"{LAYER_IDS} {ids!r} is not a list of layer ids")
+    if outputs is None and counts is None:
+        return 2, policy.num_layers // 2, policy.num_layers - 3
+    after = tuple(one + 1 for one in outputs or ())
+    if outputs and counts and tuple(counts) == after:
+        return after
+    if outputs and counts and outputs != counts:
+        raise ModelError(
+            f"{LAYER_IDS} {counts}, but {outputs} in eagle_config: other layers, keep the right ones"
+        )
+    ids = outputs or counts
+    return tuple(one + 1 for one in ids) if ids[0] == 1 else tuple(ids)
+
+
+def to_raw(config: DrafterConfig, dtype: np.dtype) -> dict[str, Any]:
+    """The config.json of a drafter. `bias` is never true: SGLang and vLLM read it as the attention's."""
+    raw, family = to_hf_config(config.layers, dtype), config.layers.family
+    names = [next(name for name, row in ARCHITECTURES.items() if row == (config.kind, family))]
+    if config.kind == "eagle":
+        # SGLang reads the first name; vLLM prefixes "Eagle" and takes the name that it knows.
+        names += raw["architectures"] if family in VLLM_EAGLE else []
+        return raw | {"architectures": names, "bias": False, "fc_bias": config.fc_bias}
+    outputs = [one - 1 for one in config.captures]
+    raw |= {"architectures": names}
+    if config.kind == "eagle3":
+        return raw | {
+            "draft_vocab_size": config.draft_vocab_size,
+            "fc_norm": config.fc_norm,
+            "norm_output": config.norm_output,
+            LAYER_IDS: list(config.captures),
+            "eagle_config": {LAYER_IDS: outputs, "use_aux_hidden_state": True},
+        }
+    shape = {"mask_token_id": config.mask_token_id, "target_layer_ids": outputs}
+    raw |= {} if config.has_full_vocab else {DRAFT_VOCAB: config.draft_vocab_size}
+    raw |= {
+        "block_size": config.block_size,
+        "num_target_layers": config.policy_layers,
+        "dflash_config": shape | ({"causal": True} if config.causal else {}),
+    }
+    if config.kind == "dflash":
+        return raw
+    heads = {
+        "markov_rank": config.markov_rank,
+        "enable_confidence_head": config.confidence,
+        "confidence_head_with_markov": config.confidence and config.markov_rank > 0,
+        "num_anchors": 512,  # DeepSpec asks for it, and reads it in training only
+    }
+    return raw | shape | heads | ({"markov_head_type": "vanilla"} if config.markov_rank else {})
+
+
+def caveat(config: DrafterConfig) -> str | None:
+    """One line on what vLLM does not load of this drafter's directory; None: it loads all of it."""
+    if config.is_block:
+        if not config.has_full_vocab:
+            return "other programs draft from the whole vocabulary with this drafter, not from its draft vocabulary"
+        if config.kind == "dspark" and not config.markov_rank:
+            return "vLLM loads DSpark drafters with a Markov head only"
+        return None
+    if config.kind == "eagle" and config.layers.family not in VLLM_EAGLE:
+        return "vLLM has no EAGLE class for Qwen2: only SGLang loads this drafter; one of kind eagle3 loads in both"
+    if config.fc_bias:
+        return "vLLM loads this drafter without the bias of its fc, and drafts worse with it than SGLang"
+    return None
 
 
 def tensors(config: DrafterConfig) -> Iterator[hf.Tensor]:
-    """Every tensor that a drafter's file may hold, in network order; `layer` marks those of a layer."""
-    if config.is_block:
-        yield from block_tensors(config)
-        return
-    spec = weights(config, 1)
-    yield hf.Tensor(TOP["fuse"], spec.fuse.shape, "fuse", None)
-    if config.kind == "eagle":  # SGLang's fc has a bias, which stays random when the file has none
-        yield hf.Tensor(TOP["fuse_bias"], (config.layers.hidden_size,), "fuse_bias", None)
-    else:
-        yield hf.Tensor(TOP["hidden_norm"], (config.layers.hidden_size,), "hidden_norm", None)
-    if config.fc_norm:
-        for capture in range(len(config.captures)):
-            yield hf.Tensor(
-                f"fc_norm.{capture}.weight", (config.layers.hidden_size,), "feature_norms", capture
-            )
-    for field in fields(Layer):
-        weight = getattr(spec.layers, field.name)
-        if weight is not None:
-            yield hf.Tensor(
-                PREFIX[config.kind] + hf.IN_LAYER[field.name], weight.shape, field.name, 0
-            )
-    if config.kind == "eagle3":
-        yield hf.Tensor(TOP["final_norm"], (config.layers.hidden_size,), "final_norm", None)
-        yield hf.Tensor(
-            TOP["head"], (config.draft_vocab_size, config.layers.hidden_size), "head", None
-        )
-        yield hf.Tensor("d2t", (config.draft_vocab_size,), "ids", None, "int64")
-        yield hf.Tensor("t2d", (config.layers.vocab_size,), "ids", None, "bool")
-
-
-def block_tensors(config: DrafterConfig) -> Iterator[hf.Tensor]:
-    """`tensors` of a block drafter."""
-    spec, V = weights(config, 1), config.layers.vocab_size
-    shapes = {
-        "markov_in": (V, config.markov_rank), "markov_out": (V, config.markov_rank),
-        "confidence": (1, config.layers.hidden_size + config.markov_rank), "confidence_bias": (1,),
+    """Every tensor that a drafter's file may hold, in its order."""
+    spec, U, V = drafters.weights(config, 1), config.draft_vocab_size, config.layers.vocab_size
+    Z, rank = config.layers.hidden_size, config.markov_rank
+    shapes = {  # that differ from the leaf's: the vocabulary is padded there, or the draft vocabulary's
+        "fuse_bias": (Z,), "head": (U, Z), "markov_in": (V, rank), "markov_out": (V, rank), "confidence": (1, Z + rank),
+        "confidence_bias": (1,),
     }  # fmt: skip
-    for leaf, name in BLOCK_TOP.items():
+    for leaf, name in TENSORS[config.kind]:
         weight = getattr(spec, leaf)
-        if weight is not None:
-            yield hf.Tensor(name, shapes.get(leaf, weight.shape), leaf, None)
-    for layer in range(config.layers.num_layers):
-        for leaf, name in hf.IN_LAYER.items():
-            weight = getattr(spec.layers, leaf)
-            if weight is not None:
-                yield hf.Tensor(f"layers.{layer}.{name}", weight.shape[1:], leaf, layer)
-    yield hf.Tensor("t2d", (V,), "ids", None, "bool")
+        if leaf == "ids":
+            is_offset = name == "d2t"
+            yield hf.Tensor(name, (U if is_offset else V,), leaf, None, "int64" if is_offset else "bool")  # fmt: skip
+        elif leaf == "layers":
+            yield from hf.layer_tensors(name, weight, config.layers.num_layers)
+        elif "{}" in name and weight is not None:
+            for index in range(weight.shape[0]):
+                yield hf.Tensor(name.format(index), weight.shape[1:], leaf, index)
+        elif weight is not None or leaf == "fuse_bias":
+            yield hf.Tensor(name, shapes.get(leaf) or weight.shape, leaf, None)
 
 
 def load(
@@ -106,117 +377,44 @@ def load(
     config declares it. Raises ModelError, in one line that names what does not fit: the config, the policy, the
     positions, the draft vocabulary or the tensors.
     """
-    directory, config = Path(directory), hf_drafter_config.read_config(directory, policy, positions)
+    directory, config = Path(directory), read_config(directory, policy, positions)
     with ExitStack() as stack:
         stored = hf.open_tensors(directory, stack)
         try:
-            optional = {TOP["fuse_bias"], "t2d"} | ({"d2t"} if config.has_full_vocab else set())
-            wanted = [
-                tensor
-                for tensor in tensors(config)
-                if tensor.name in stored or tensor.name not in optional
-            ]
+            optional = {"fc.bias", "t2d"} | ({"d2t"} if config.has_full_vocab else set())
+            wanted = [one for one in tensors(config) if one.name in stored or one.name not in optional]  # fmt: skip
             hf.check_tensors(directory, wanted, stored, {"embed_tokens.weight", hf.TOP["head"]})
-            if config.is_block:
-                if (directory / MASK_EMBEDDING).exists():
-                    raise ModelError(f"{MASK_EMBEDDING}: only a mask that is a token is supported")
-                return config, read_block(config, stored, mesh, dtype)
-            bias = stored.get(TOP["fuse_bias"])  # config.json may not declare it
-            has_bias = bias is not None and (config.fc_bias or bool(bias[:].any()))
-            config = replace(config, fc_bias=has_bias)
-            return config, read_params(config, stored, mesh, dtype)
+            if config.is_block and (directory / MASK_EMBEDDING).exists():
+                raise ModelError(f"{MASK_EMBEDDING}: only a mask that is a token is supported")
+            if config.kind == "eagle":  # config.json may not declare its bias
+                bias = stored.get("fc.bias")
+                has_bias = bias is not None and (config.fc_bias or bool(bias[:].any()))
+                config = replace(config, fc_bias=has_bias)
+            ids = read_ids(config, stored)
+            known = {"ids": ids}
+            for one in wanted:
+                if one.leaf == "markov_out" and ids is not None:
+                    known[one.leaf] = stored[one.name][:][ids]
+                elif one.leaf.startswith("confidence"):
+                    known[one.leaf] = stored[one.name][:].reshape(
+                        -1 if one.leaf == "confidence" else ()
+                    )
+            target = drafters.abstract(config, mesh, "train", dtype)
+            return config, hf.read_tree(target, wanted, stored, known)
         except ValueError as error:
             raise ModelError(f"drafter {directory}: {error}") from error
 
 
-def read_params(
-    config: DrafterConfig, stored: Mapping[str, Any], mesh: Mesh, dtype: DTypeLike
-) -> DrafterParams:
-    """DrafterParams from open tensors. Raises ValueError for an invalid draft vocabulary."""
-    target = drafters.abstract(config, mesh, "train", dtype)
-
-    def whole(spec: jax.ShapeDtypeStruct | None, name: str) -> jax.Array | None:
-        if spec is None:
-            return None
-        part = partial(hf.read, stored[name], shape=spec.shape, dtype=dtype)
-        return jax.make_array_from_callback(spec.shape, spec.sharding, part)
-
-    def norms(spec: jax.ShapeDtypeStruct) -> jax.Array:
-        rows = np.stack(
-            [stored[f"fc_norm.{i}.weight"][:].astype(dtype) for i in range(len(config.captures))]
-        )
-        return jax.make_array_from_callback(spec.shape, spec.sharding, lambda index: rows[index])
-
-    prefix = PREFIX[config.kind]
-    ids = read_ids(config, stored)
-    if ids is not None:
-        ids = jax.make_array_from_callback(ids.shape, target.ids.sharding, ids.__getitem__)
-    layer = {
-        name: whole(getattr(target.layers, name), prefix + hf.IN_LAYER[name])
-        for name in hf.IN_LAYER
-    }
-    return DrafterParams(
-        layers=Layer(**layer),
-        **dict.fromkeys(("markov_in", "markov_out", "confidence", "confidence_bias", "context_kv")),
-        feature_norms=norms(target.feature_norms) if config.fc_norm else None,
-        ids=ids,
-        **{leaf: whole(getattr(target, leaf), name) for leaf, name in TOP.items()},
-    )
-
-
-def read_block(
-    config: DrafterConfig, stored: Mapping[str, Any], mesh: Mesh, dtype: DTypeLike
-) -> DrafterParams:
-    """DrafterParams from open tensors. Raises ModelError unless t2d marks the draft vocabulary."""
-    target = drafters.abstract(config, mesh, "train", dtype)
-    marked = np.flatnonzero(stored["t2d"][:]) if "t2d" in stored else None
-    if config.has_full_vocab and marked is not None and len(marked) < config.layers.vocab_size:
-        raise ModelError(
-            f"t2d marks {len(marked)} tokens, and config.json has no {hf_drafter_config.DRAFT_VOCAB}"
-        )
-    ids = None if config.has_full_vocab else check_ids(config, marked)
-
-    def placed(spec: jax.ShapeDtypeStruct, part: Callable[..., np.ndarray]) -> jax.Array:
-        return jax.make_array_from_callback(spec.shape, spec.sharding, part)
-
-    def top(leaf: str) -> jax.Array | None:
-        spec = getattr(target, leaf)
-        if spec is None:
-            return None
-        if leaf.startswith("confidence"):
-            return placed(
-                spec, stored[BLOCK_TOP[leaf]][:].astype(dtype).reshape(spec.shape).__getitem__
-            )
-        if leaf == "markov_out" and ids is not None:
-            return placed(spec, stored[BLOCK_TOP[leaf]][:][ids].astype(dtype).__getitem__)
-        return placed(
-            spec, partial(hf.read, stored[BLOCK_TOP[leaf]], shape=spec.shape, dtype=dtype)
-        )
-
-    def stacked(leaf: str) -> jax.Array | None:
-        spec = getattr(target.layers, leaf)
-        if spec is None:
-            return None
-        layers = [
-            stored[f"layers.{i}.{hf.IN_LAYER[leaf]}"] for i in range(config.layers.num_layers)
-        ]
-
-        def part(index: tuple[slice, ...]) -> np.ndarray:
-            wanted = layers[index[0]]
-            return np.stack([hf.read(one, index[1:], spec.shape[1:], dtype) for one in wanted])
-
-        return placed(spec, part)
-
-    return DrafterParams(
-        layers=Layer(**{leaf: stacked(leaf) for leaf in hf.IN_LAYER}),
-        **dict.fromkeys(("fuse_bias", "feature_norms", "context_kv", "head")),
-        ids=None if ids is None else placed(target.ids, ids.__getitem__),
-        **{leaf: top(leaf) for leaf in BLOCK_TOP},
-    )
-
-
 def read_ids(config: DrafterConfig, stored: Mapping[str, Any]) -> np.ndarray | None:
-    """Ids of the draft vocabulary; None: all. Raises ModelError unless d2t and t2d describe one."""
+    """Ids int32[U] of the draft vocabulary; None: all. Raises ModelError or ValueError unless d2t and t2d describe one."""
+    marked = np.flatnonzero(stored["t2d"][:]) if "t2d" in stored else None
+    if config.is_block:
+        V = config.layers.vocab_size
+        if config.has_full_vocab and marked is not None and len(marked) < V:
+            raise ModelError(
+                f"t2d marks {len(marked)} tokens, and config.json has no {DRAFT_VOCAB}"
+            )
+        return None if config.has_full_vocab else check_ids(config, marked)
     if config.kind == "eagle":
         return None
     known = np.arange(config.draft_vocab_size)
@@ -227,7 +425,7 @@ def read_ids(config: DrafterConfig, stored: Mapping[str, Any]) -> np.ndarray | N
         raise ModelError(
             f"d2t: {error}; it holds token id minus index in the draft vocabulary"
         ) from error
-    if "t2d" in stored and not np.array_equal(np.flatnonzero(stored["t2d"][:]), ids):
+    if marked is not None and not np.array_equal(marked, ids):
         raise ModelError("t2d marks other tokens than d2t names")
     return None if config.has_full_vocab else ids.astype(np.int32)
 
@@ -255,7 +453,7 @@ def save(
     dtype: DTypeLike,
     acceptance: Sequence[float] = (),
 ) -> None:
-    """Writes a directory that SGLang and vLLM load, except for `hf_drafter_config.caveat`.
+    """Writes a directory that SGLang and vLLM load, except for `caveat`.
 
     Weights are in this dtype; `params`: "train" layout.
 
@@ -263,71 +461,34 @@ def save(
     begin with 1, as those of policies of 7 layers or more do, mean the same to all versions of SGLang and vLLM. Every
     process takes part; process 0 writes.
     """
-    directory, dtype = Path(directory), jnp.dtype(dtype)
+    directory, dtype, is_whole = Path(directory), jnp.dtype(dtype), config.has_full_vocab
     # vLLM refuses a d2t of the whole vocabulary; SGLang needs none.
-    listed = [
-        tensor for tensor in tensors(config) if tensor.leaf != "ids" or not config.has_full_vocab
-    ]
-    arrays = (host_copy(params, tensor, config, dtype) for tensor in listed)
+    listed = [one for one in tensors(config) if one.leaf != "ids" or not is_whole]
     if jax.process_index() == 0:
         directory.mkdir(parents=True, exist_ok=True)
         old = [*directory.glob("model*.safetensors"), directory / hf.INDEX, directory / ACCEPTANCE]
         for stale in old:
             stale.unlink(missing_ok=True)
-        (directory / "config.json").write_text(
-            json.dumps(hf_drafter_config.to_raw(config, dtype), indent=2) + "\n"
-        )
+        hf.write_json(directory / "config.json", to_raw(config, dtype))
         known = [*takewhile(math.isfinite, map(float, acceptance))]
         if known:
             (directory / ACCEPTANCE).write_text(json.dumps({"acceptance": known}) + "\n")
-        hf.write_shard(directory / WEIGHTS, listed, dtype, arrays)
-    else:
-        for _ in arrays:
-            pass
+    arrays = (host_copy(params, one, config, dtype) for one in listed)
+    hf.write_shard(directory / WEIGHTS, listed, dtype, arrays)
 
 
 def host_copy(
     params: DrafterParams, tensor: hf.Tensor, config: DrafterConfig, dtype: np.dtype
 ) -> np.ndarray:
     """One tensor on the host, without vocabulary padding; zeros for an absent bias, and for tokens that are not drafted."""
-    if config.is_block:
-        return block_copy(params, tensor, config, dtype)
-    if tensor.leaf == "ids":
-        ids = np.asarray(params.ids, np.int64)
-        return (
-            ids - np.arange(ids.size)
-            if tensor.name == "d2t"
-            else np.isin(np.arange(config.layers.vocab_size), ids)
-        )
-    stacked = tensor.leaf == "feature_norms"
-    leaf = getattr(params if stacked or tensor.layer is None else params.layers, tensor.leaf)
-    if leaf is None:
-        return np.zeros(tensor.shape, dtype)
-    leaf = leaf[tensor.layer] if stacked else leaf
-    copy = jax.block_until_ready(fetcher(leaf.sharding.mesh, dtype)(leaf))
-    return np.asarray(copy)[: tensor.shape[0]]
-
-
-def block_copy(
-    params: DrafterParams, tensor: hf.Tensor, config: DrafterConfig, dtype: np.dtype
-) -> np.ndarray:
-    """`host_copy` for a block drafter."""
-    if tensor.leaf == "ids":
-        return np.isin(np.arange(config.layers.vocab_size), np.asarray(params.ids))
-    inside = tensor.layer is not None
-    leaf = getattr(params.layers if inside else params, tensor.leaf)
-    leaf = leaf[tensor.layer] if inside else leaf
-    copy = np.asarray(jax.block_until_ready(fetcher(leaf.sharding.mesh, dtype)(leaf)))
-    if tensor.leaf == "markov_out" and not config.has_full_vocab:
+    ids = None if params.ids is None else np.asarray(params.ids, np.int64)
+    if tensor.name == "d2t":
+        return ids - np.arange(ids.size)
+    if tensor.name == "t2d":
+        return np.isin(np.arange(config.layers.vocab_size), ids)
+    copy = hf.host_copy(params, tensor, params.fuse.sharding.mesh, dtype)
+    if tensor.leaf == "markov_out" and ids is not None:
         spread = np.zeros(tensor.shape, dtype)
-        spread[np.asarray(params.ids)] = copy
+        spread[ids] = copy
         return spread
-    return copy[: tensor.shape[0]] if copy.ndim == len(tensor.shape) else copy.reshape(tensor.shape)
-
-
-@cache
-def fetcher(mesh: Mesh, dtype: np.dtype) -> Callable[[jax.Array], jax.Array]:
-    """A jitted copy of a leaf in this dtype to every device."""
-    return jax.jit(
-        lambda leaf: leaf.astype(dtype), out_shardings=NamedSharding(mesh, PartitionSpec())
-    )
+    return copy.reshape(tensor.shape)

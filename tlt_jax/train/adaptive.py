@@ -15,7 +15,7 @@ from tlt_jax.drafter.recipe import DrafterState, Recipe
 from tlt_jax.drafter.replay import ReplayConfig
 from tlt_jax.errors import ConfigError
 from tlt_jax.metrics import GroupSeconds, group_seconds
-from tlt_jax.models import drafter as drafters, hf_drafter, hf_drafter_config
+from tlt_jax.models import drafter as drafters, hf_drafter
 from tlt_jax.models.drafter import DrafterConfig, DrafterParams
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 
@@ -96,5 +96,5 @@ def export(
         jax.process_index() == 0,
         run_folder.of_step(step),
     )
-    if caveat := hf_drafter_config.caveat(drafter):
+    if caveat := hf_drafter.caveat(drafter):
         print(caveat)

@@ -31,7 +31,7 @@ from tlt_jax.drafter.recipe import DrafterState, Recipe
 from tlt_jax.drafter.recipes import recipe_of
 from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import Writer, check_trackers
-from tlt_jax.models import drafter as drafters, from_config, hf_drafter, hf_drafter_config
+from tlt_jax.models import drafter as drafters, from_config, hf_drafter
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.models.drafter import DrafterConfig, DrafterParams
 from tlt_jax.optimizer import MAX_NONFINITE
@@ -229,7 +229,7 @@ def write(config: Config, recipe: Recipe, state: DrafterState, acceptance: Seque
         is_owner,
         of_step(int(state.step)),
     )
-    caveat = hf_drafter_config.caveat(recipe.drafter)
+    caveat = hf_drafter.caveat(recipe.drafter)
     if caveat:
         print(f"{directory}: {caveat}")
     print(f"{directory}: the drafter after {int(state.step)} steps")
