@@ -807,7 +807,6 @@ def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(
         "sft.learning_rate": 0.02,
         "sft.steps": 9,
         "train.seed": 1,
-        "data.task": "scan",
         "mesh.data": 1,
     }
 
@@ -819,7 +818,7 @@ def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(
     assert len(kept | {folder({})}) == len(others) + 1 and None not in kept
     assert folder({"sft.cache": "off"}) is None
 
-    rows = tasks.ListTask.rows
+    rows = tasks.Fold.rows
 
     def changed(
         self, seed, indices, split
@@ -830,7 +829,7 @@ def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(
         ]
 
     before = folder({})
-    monkeypatch.setattr(tasks.ListTask, "rows", changed)
+    monkeypatch.setattr(tasks.Fold, "rows", changed)
     assert folder({}) not in {before, None}
 
 

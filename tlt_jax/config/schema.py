@@ -116,7 +116,7 @@ class Mesh:
 class Data:
     task: str = knob(
         "fold",
-        "generated task, used when data.train is empty: fold | scan | ledger: digits, for a new policy | "
+        "generated task, used when data.train is empty: fold: digits, for a new policy | "
         "word_problems: arithmetic in sentences, for any tokenizer | module:function, which returns your Task",
         or_own=True,
     )

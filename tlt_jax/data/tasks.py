@@ -233,7 +233,6 @@ def _row(name: str, numbers: Arithmetic, words: list[int]) -> Row:
 
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 SMALLEST_SPACE = 64  # with fewer lists of one length a split could be empty
 
 
@@ -259,8 +258,11 @@ METHODS = ("rows", "verify", "longest_row", "tokenizer")
 
 
 @dataclass(frozen=True)
-class ListTask:
+class Fold:
     """The sum of the digits of a list modulo `modulus`.
+
+    A solution replaces the first two digits by their sum and copies the rest, until one digit is left, in about
+    length**2 / 2 tokens: "3725:" -> "025 25=7" modulo 10; with `scan` it writes the running sums: "02=7".
 
     P(length) is proportional to (length - min_length + 1) ** -tail. A hash of its digits assigns a
     list to training or evaluation, so that the splits are disjoint for every seed. A share `hasty` of
@@ -273,6 +275,7 @@ class ListTask:
     tail: float = 1.5
     modulus: int = 10
     hasty: float = 0.0
+    scan: bool = False
 
     def __post_init__(self):
         if not 0 <= self.hasty <= 1:
@@ -310,16 +313,14 @@ class ListTask:
         ):
             text, total = text[:length].tobytes().decode(), total[:length].tobytes().decode()
             solution = f"={total[-1]}" if hurry else self.solve(text, total)
-            rows.append(Row(f"{split}-{index}", self.ask(text), solution, total[-1]))
+            rows.append(Row(f"{split}-{index}", f"{text}:", solution, total[-1]))
         return rows
-
-    def ask(self, text: str) -> str:
-        """The prompt of a list."""
-        return f"{text}:"
 
     def solve(self, text: str, sums: str) -> str:
         """The worked solution of a list, given its running sums."""
-        raise TypeError("ListTask is the base of the tasks in TASKS")
+        lines = [sums[i] + text[i + 1 :] for i in range(1, len(text))]
+        before = sums[1:-1] if self.scan else " ".join(lines[:-1])
+        return f"{before}={sums[-1]}"
 
     def verify(self, completion: str, answer: str) -> float:
         """Reward: 1 when the text after the last "=" is the answer, else 0."""
@@ -329,16 +330,11 @@ class ListTask:
     def longest_row(self) -> Row:
         """A problem with the longest prompt and solution of the task."""
         digits = DIGITS[1] * self.max_length
-        return Row("longest", self.ask(digits), self.solve(digits, digits), digits[-1])
+        return Row("longest", f"{digits}:", self.solve(digits, digits), digits[-1])
 
     def tokenizer(self):
         """A transformers fast tokenizer with one token per character, EOS and padding."""
-        return character_tokenizer([*DIGITS[: self.modulus], "Ġ", "=", ":", *self.labels])
-
-    @property
-    def labels(self) -> str:
-        """Characters that label the entries of a list."""
-        return ""
+        return character_tokenizer([*DIGITS[: self.modulus], "Ġ", "=", ":"])
 
     @cached_property
     def _length_cdf(self) -> np.ndarray:
@@ -374,54 +370,7 @@ class ListTask:
         return digits, lengths
 
 
-class Fold(ListTask):
-    """Replaces the first two digits by their sum and copies the rest, until one digit is left.
-
-    A solution has about length**2 / 2 tokens. "3725:" -> "025 25=7" modulo 10.
-    """
-
-    def solve(self, text: str, sums: str) -> str:
-        lines = [sums[i] + text[i + 1 :] for i in range(1, len(text))]
-        return " ".join(lines[:-1]) + "=" + lines[-1]
-
-
-class Scan(ListTask):
-    """Writes the running sums, about one token per digit. "3725:" -> "02=7" modulo 10."""
-
-    def solve(self, text: str, sums: str) -> str:
-        return sums[1:-1] + "=" + sums[-1]
-
-
-class Ledger(ListTask):
-    """Writes the running sum of labelled entries, two tokens per entry.
-
-    "A3B7C2:" -> "A3B0C2=2" modulo 10. The labels tell which entry is next, so a small policy learns
-    lists of all lengths equally well.
-    """
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.max_length > len(LABELS):
-            raise ConfigError(
-                f"data.task_args.max_length {self.max_length} is above the {len(LABELS)} labels of a ledger"
-            )
-        if set(LABELS) & set(DIGITS[: self.modulus]):
-            raise ConfigError(
-                f"data.task_args.modulus {self.modulus} is above 10: a ledger's labels are letters"
-            )
-
-    @property
-    def labels(self) -> str:
-        return LABELS
-
-    def ask(self, text: str) -> str:
-        return "".join(map("".join, zip(LABELS, text, strict=False))) + ":"
-
-    def solve(self, text: str, sums: str) -> str:
-        return "".join(map("".join, zip(LABELS, sums, strict=False))) + "=" + sums[-1]
-
-
-TASKS = {"fold": Fold, "ledger": Ledger, "scan": Scan, "word_problems": WordProblems}
+TASKS = {"fold": Fold, "word_problems": WordProblems}
 
 
 def make(name: str, args: dict[str, Any]) -> Task:
@@ -442,8 +391,8 @@ def make(name: str, args: dict[str, Any]) -> Task:
             raise ConfigError(
                 f"data.task_args.{key} is not an argument of {name!r}: it takes {', '.join(known)}"
             )
-        wanted = (int, float) if known[key] == "float" else int
-        if isinstance(value, bool) or not isinstance(value, wanted):
+        wanted = {"float": (int, float), "int": (int,), "bool": (bool,)}[known[key]]
+        if not isinstance(value, wanted) or isinstance(value, bool) != (bool in wanted):
             raise ConfigError(f"data.task_args.{key} {value!r} is not of type {known[key]}")
 
     return TASKS[name](**args)
