@@ -30,12 +30,13 @@ PyTree = Any
 Rule = Callable[[Array, PyTree], tuple[Array, tuple[dict[str, Array], dict[str, Array]]]]
 
 
-def blocks(vocab_size: int, mesh: Mesh) -> tuple[int, int]:
+def blocks(vocab_size: int, mesh: Mesh | None) -> tuple[int, int]:
     """Targets per chunk of an update's logits, and queries per block of attention scores without a library kernel.
 
-    By the kind of the devices: tuned on CPUs of two cores, and for accelerators the sizes of common libraries.
+    By the kind of the devices: tuned on CPUs of two cores, also for a simulated run, which has no mesh; for accelerators the
+    sizes of common libraries.
     """
-    if mesh.devices.flat[0].platform != "cpu":
+    if mesh is not None and mesh.devices.flat[0].platform != "cpu":
         return LOGITS, 512
     most = max(1, CPU_LOGITS // vocab_size)
     return min(LOGITS, 1 << most.bit_length() - 1), 64
