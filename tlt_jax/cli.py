@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import runpy
 import sys
@@ -113,8 +114,20 @@ def stop(error: UserError) -> None:
     raise SystemExit(error.code)
 
 
-def take(arguments: list[str], name: str) -> str:
-    """Removes `--name VALUE` from the arguments, and returns VALUE. Exits with code 2 when it is missing."""
+class Parser(argparse.ArgumentParser):
+    """The arguments of a command without knobs; an error is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        stop(ConfigError(message))
+
+
+def take(arguments: list[str], name: str, default: str | None = None) -> str:
+    """Removes `--name VALUE` from the arguments of a command with knobs, and returns VALUE, or the default without it.
+
+    Exits with code 2 when a value is missing.
+    """
+    if name not in arguments and default is not None:
+        return default
     if name not in arguments[:-1]:
         stop(ConfigError(f"{name} is missing: give {name} VALUE"))
     index = arguments.index(name)

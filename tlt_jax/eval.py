@@ -84,7 +84,7 @@ def main() -> int:
 def take(arguments: list[str]) -> Asked:
     """Removes the options that are no knobs. Raises ConfigError."""
     has_config = any(word.partition("=")[0] == "--config" for word in arguments)
-    step = cli.take(arguments, "--step") if "--step" in arguments else "" if has_config else "last"
+    step = cli.take(arguments, "--step", "" if has_config else "last")
     splits, ks = [], []
     while "--split" in arguments:
         splits.append(cli.take(arguments, "--split"))
@@ -93,7 +93,7 @@ def take(arguments: list[str]) -> Asked:
         ks = [int(word) for word in words if word.strip().isdecimal() and int(word)]
         if len(ks) < len(words):
             raise ConfigError(f"--k {','.join(words)} are no numbers from 1: write --k 1,4")
-    out = cli.take(arguments, "--out") if "--out" in arguments else ""
+    out = cli.take(arguments, "--out", "")
     if out and Path(out).is_dir():
         raise ConfigError(f"--out {out} is a directory: give the file of the answers")
     return Asked(step, splits or [EVAL], ks, out)

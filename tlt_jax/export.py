@@ -30,8 +30,8 @@ def main() -> int:
         configuration.load(["--help"], command="python -m tlt_jax.export", about=ABOUT, own=OWN)
 
     run, out = Path(cli.take(arguments, "--run")), Path(cli.take(arguments, "--out"))
-    step = cli.take(arguments, "--step") if "--step" in arguments else "last"
-    dtype = cli.take(arguments, "--dtype") if "--dtype" in arguments else ""
+    step = cli.take(arguments, "--step", "last")
+    dtype = cli.take(arguments, "--dtype", "")
     writers = {"drafter": export_drafter, "adapter": export_adapter}
     wanted = [what for what in writers if f"--{what}" in arguments]
     for what in wanted:

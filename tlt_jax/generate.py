@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from tlt_jax import cli
 from tlt_jax.config import Config, knobs as fields
@@ -31,13 +31,6 @@ KNOBS = {  # option -> the knob that gives its default, help text and limits
 }
 AUTO = "auto"  # value of --strategy
 CHAT_CHUNK = "4"  # rounds after which a chat shows what was accepted
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        cli.stop(ConfigError(message))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,9 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parser() -> Parser:
+def parser() -> cli.Parser:
     """The command line; defaults and help texts are those of the knobs."""
-    out = Parser(prog="python -m tlt_jax.generate", description=__doc__, allow_abbrev=False)
+    out = cli.Parser(prog="python -m tlt_jax.generate", description=__doc__, allow_abbrev=False)
     out.add_argument("--model", required=True, help="Hugging Face model directory or hub id")
 
     prompt = out.add_mutually_exclusive_group()

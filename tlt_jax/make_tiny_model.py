@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tlt_jax import cli
 from tlt_jax.config import parse
 from tlt_jax.data import files
 from tlt_jax.data.files import Problems
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         tokenizer = train_tokenizer(read_texts(args.data, args.columns.split(",")), args.vocab_size)
         save_model(tokenizer, args)
     except ValueError as error:
-        print(f"tiny: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{args.out}: {len(tokenizer)} tokens, {args.layers} layers of width {args.hidden_size}")
     return 0
@@ -126,8 +127,8 @@ def save_model(tokenizer: Any, args: argparse.Namespace) -> None:
     hf.save(params, config, Path(args.out), mesh, tokenizer, "float32")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> cli.Parser:
+    parser = cli.Parser(
         prog="python -m tlt_jax.make_tiny_model", description=__doc__.splitlines()[0]
     )
     add = parser.add_argument

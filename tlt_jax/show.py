@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ Answer = Mapping[str, Any]  # a line of the completions file
 
 def main() -> int:
     """The command; exit code 0, or 2 for a folder or a step without answers."""
-    parser = argparse.ArgumentParser(
+    parser = cli.Parser(
         prog="python -m tlt_jax.show",
         description="Prints the best and the worst answers of a step of a run.",
     )

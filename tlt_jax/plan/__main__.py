@@ -32,9 +32,8 @@ TOPOLOGY = (
 
 def main() -> int:
     """Exit code 0 when every program compiles and fits, 1 when one does not, 2 for a UserError."""
-    arguments, name = sys.argv[1:], ""
-    if "--topology" in arguments:
-        name = cli.take(arguments, "--topology")
+    arguments = sys.argv[1:]
+    if name := cli.take(arguments, "--topology", ""):
         jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
 
     config = configuration.load(
