@@ -21,7 +21,7 @@ from benchmarks.common import timing
 from benchmarks.common.results import MEASURED_WITH, ResultTable
 from benchmarks.whole_runs import end_to_end, learning, runs
 from benchmarks.whole_runs.runs import Run
-from tlt_jax.config.schema import Config, Log
+from tlt_jax.config.schema import Config
 from tlt_jax.metrics import Writer, evaluations
 from tlt_jax.metrics.evaluations import Judged
 from tlt_jax.metrics.writer import ChunkRecord, Record
@@ -211,7 +211,7 @@ def test_an_answer_that_differs_is_found_and_named(run, name, value):
 
 
 def test_a_run_folder_is_read_as_the_product_writes_it(tmp_path):
-    config = Config(run=str(tmp_path), log=Log(progress=False, texts_every=1))
+    config = Config(run=str(tmp_path))
     line = ChunkRecord(0, 1, 4, 2.0, 64, "3_1_4", "kept", 50.0, 100.0, 60, 10, 0.6, [1], True)
     with Writer(config, 2) as writer:
         writer.scalars(0, {"eval/mean@1": 0.5})

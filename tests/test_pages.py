@@ -96,6 +96,17 @@ def is_metric(name: str) -> bool:
     return any(names.pattern(row[0]).fullmatch(name) for row in names.ROWS)
 
 
+def test_the_functions_that_the_overview_names_are_there():
+    named = re.findall(r"`([\w/]+\.py): ([\w.]+)`", text_of(DOCS / "design.md"))
+    missing = [
+        (file, name)
+        for file, name in named
+        if not (path := ROOT / "tlt_jax" / file).is_file()
+        or not re.search(rf"\b(def|class) {name.rpartition('.')[2]}\b", path.read_text())
+    ]
+    assert named and missing == []
+
+
 def test_the_pages_together_have_at_most_so_many_words():
     counts = {page.name: len(text_of(page).split()) for page in COUNTED}
     assert sum(counts.values()) <= MOST_WORDS, counts
