@@ -20,7 +20,7 @@ from tlt_jax.drafter.recipes import idle_recipe
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import from_config, hf, hf_drafter
 from tlt_jax.train import policy_update
-from tlt_jax.train.recipe import Recipe
+from tlt_jax.train.policy_update import Recipe
 
 MODEL = """
 model:

@@ -29,7 +29,7 @@ from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.interface import DecodingParams
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.train import memory
-from tlt_jax.train.recipe import Recipe
+from tlt_jax.train.policy_update import Recipe
 from tlt_jax.tuner import make
 from tlt_jax.tuner.arms import parse_arms
 from tlt_jax.tuner.interface import Measurement
@@ -470,11 +470,11 @@ def test_the_seconds_by_bytes_are_those_of_the_bytes_that_a_program_moves():
 def test_idle_training_is_planned_and_no_collective_of_it_crosses_data_groups(kind):
     """Except those of the copies and the merge, which are programs of the whole mesh."""
     adaptive = ("--speculation.drafter", "adaptive", "--drafter_training.kind", kind)
-    place = ("--idle_training.replay_place", "device", "--speculation.strategies", "['2_2_4']")
-    settings, recipe, engine = plan_of(*adaptive, *place, captures_states=True)
+    trees = ("--speculation.strategies", "['2_2_4']")
+    settings, recipe, engine = plan_of(*adaptive, *trees, captures_states=True)
     kinds = budget(settings, recipe, engine)
-    assert kinds["replay"] == 512 * 2**20 // 2 and kinds["drafter in training"] > kinds["drafter"]
-    assert {"replay", "drafter in training"} <= set(memory.phases(kinds)["rollout"])
+    assert kinds["drafter in training"] > kinds["drafter"]
+    assert "drafter in training" in memory.phases(kinds)["rollout"]
     crossed = {}
     for program in planned_programs.lower(settings, recipe, engine, kinds):
         if not program.name.startswith(("harvest", "drafter")):

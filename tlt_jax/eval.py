@@ -24,7 +24,7 @@ from tlt_jax.models import from_config, lora
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.rewards import Scorer
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.train import saved
+from tlt_jax.train import run_state
 from tlt_jax.train.evaluation import Evaluator
 
 COMMAND = "python -m tlt_jax.eval"
@@ -143,7 +143,9 @@ def weights_of(config: Config, asked: Asked, model: ModelConfig, mesh: Mesh) -> 
         return Weights(
             params, 0, f"{source}, where the configuration starts{hint if trained else ''}"
         )
-    step, params, place = saved.policy_or_export(config, Path(config.run), asked.step, model, mesh)
+    step, params, place = run_state.policy_or_export(
+        config, Path(config.run), asked.step, model, mesh
+    )
     return Weights(params, step, f"step {step} of {config.run} ({place})")
 
 

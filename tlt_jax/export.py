@@ -63,10 +63,10 @@ def export(config: Config, run: Path, out: Path, step: str = "last", dtype: str 
     """
     from tlt_jax.data import dataset as datasets, prompt_format
     from tlt_jax.models import hf
-    from tlt_jax.train import saved
+    from tlt_jax.train import run_state
 
-    model, mesh = saved.sizes(config)
-    chosen, params = saved.policy(config, run, step, model, mesh)
+    model, mesh = run_state.sizes(config)
+    chosen, params = run_state.saved_policy(config, run, step, model, mesh)
     tokenizer = datasets.tokenizer(config)
     hf.save(
         params, model, out, mesh, tokenizer, dtype or config.model.param_dtype,
@@ -84,16 +84,16 @@ def export_adapter(
     """
     from tlt_jax.data import dataset as datasets, prompt_format
     from tlt_jax.models import hf_adapter, lora
-    from tlt_jax.train import saved, start_policy
+    from tlt_jax.train import run_state, setup
 
     if not (chosen_lora := lora.chosen(config.model.lora)):
         raise ConfigError(
             f"--adapter: {run} trains all weights, its model.lora.rank is 0: export the policy, without --adapter"
         )
-    model, mesh = saved.sizes(config)
-    chosen, params = saved.policy(config, run, step, model, mesh)
+    model, mesh = run_state.sizes(config)
+    chosen, params = run_state.saved_policy(config, run, step, model, mesh)
     adapters, _ = lora.parted(params)
-    base, tokenizer = start_policy.name_of_base(config, run), datasets.tokenizer(config)
+    base, tokenizer = setup.name_of_base(config, run), datasets.tokenizer(config)
     hf_adapter.save(
         adapters, chosen_lora, model, out, mesh, base, tokenizer, dtype or config.model.param_dtype,
         prompt_format.files(config),
@@ -110,17 +110,17 @@ def export_drafter(
     """
     from tlt_jax.drafter import recipe as drafter_recipe, recipes
     from tlt_jax.models import from_config, hf_drafter
-    from tlt_jax.train import saved
+    from tlt_jax.train import run_state
 
     if config.speculation.drafter != ADAPTIVE:
         raise ConfigError(
             f"--drafter: {run} trains no drafter, its speculation.drafter is {config.speculation.drafter}"
         )
-    model, mesh = saved.sizes(config)
+    model, mesh = run_state.sizes(config)
     drafter = from_config.drafter_config(config, model)
     recipe = recipes.idle_recipe(config, model, drafter, mesh)
     target = drafter_recipe.abstract_state(recipe)
-    chosen, state = saved.restore(config, run, step, "drafter", target)
+    chosen, state = run_state.restore_item(config, run, step, "drafter", target)
     hf_drafter.save(state.params, drafter, out, dtype or config.model.param_dtype)
     if caveat := hf_drafter.caveat(drafter):
         print(f"{out}: {caveat}")

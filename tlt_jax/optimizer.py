@@ -1,7 +1,4 @@
-"""AdamW with a schedule and gradient clipping: its state, sharding and step.
-
-It knows no loss and no network.
-"""
+"""AdamW with a schedule and gradient clipping: its state, sharding and step."""
 
 from __future__ import annotations
 

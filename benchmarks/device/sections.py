@@ -36,8 +36,8 @@ from tlt_jax.rollout import bindings
 from tlt_jax.spec_decode import sampling
 from tlt_jax.spec_decode.interface import Sampling
 from tlt_jax.spec_decode.strategy import parse
-from tlt_jax.train import memory, policy_batch, policy_update
-from tlt_jax.train.recipe import Recipe
+from tlt_jax.train import batch as batches, memory, policy_update
+from tlt_jax.train.policy_update import Recipe
 
 COLUMNS = ("section", "case", "ms", "rate", "unit", "share", "of", "aim")
 SAMPLINGS = {"greedy": Sampling(0.0), "temperature 1": SAMPLED, "top-p 0.95": Sampling(top_p=0.95)}
@@ -210,9 +210,9 @@ def update_seconds(
     random = np.random.default_rng(0).integers(0, model.vocab_size, (rows, tokens))
     made = [Example(uid, row[:prompt], row[prompt:]) for uid, row in enumerate(random)]
     packed = packing.pack(made, tokens, rows)
-    recorded = [np.full(length, -1.0) for length in packed.answer_lengths]
+    recorded = [np.full(length, -1.0) for length in packed[1].lengths]
     given = np.ones(rows), np.ones(rows), recorded
-    (batch,) = policy_batch.make_batch(packed, device.mesh, recipe.longest, *given)
+    (batch,) = batches.make_batch(packed, recipe, *given)
     params = architecture.init(model, device.mesh, jax.random.key(0), recipe.param_dtype)
     programs = policy_update.programs(recipe)
     sums = programs.empty(params, batch)

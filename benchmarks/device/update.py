@@ -28,15 +28,13 @@ from benchmarks.common.timing import clocked
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Data, Rollout, Train
 from tlt_jax.data import packing
-from tlt_jax.data.packing import Example, Packed
+from tlt_jax.data.packing import Example, PackedRows, Spans
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.models import architecture, hf
 from tlt_jax.models.architecture import ModelConfig, Params
-from tlt_jax.train import memory, policy_batch, policy_update
+from tlt_jax.train import batch as batches, memory, policy_update
 from tlt_jax.train.advantages import answer_weights
-from tlt_jax.train.policy_batch import Batch
-from tlt_jax.train.policy_update import PolicyState
-from tlt_jax.train.recipe import Recipe
+from tlt_jax.train.policy_update import PolicyState, Recipe
 
 SHAPES = {
     "smollm2": sizes(576, 30, 9, 3, 1536, 49152, kind="llama", positions=8192),
@@ -88,16 +86,16 @@ def policy(given: argparse.Namespace, mesh: Mesh) -> tuple[ModelConfig, Params]:
     return model, architecture.init(model, mesh, jax.random.key(0), "float32")
 
 
-def packed_batch(given: argparse.Namespace, config: Config, recipe: Recipe) -> tuple[Packed, Batch]:
+def packed_batch(
+    given: argparse.Namespace, config: Config, recipe: Recipe
+) -> tuple[tuple[PackedRows, Spans], list[PackedRows]]:
     """The answers in packed rows, on the host and on the device."""
     made = examples(given.answers, recipe.model.vocab_size, 0)
     packed = packing.pack(made, packing.row_tokens(config), packing.rows(config))
-    weights = answer_weights(packed.answer_lengths, "token_mean", ANSWER)
+    weights = answer_weights(packed[1].lengths, "token_mean", ANSWER)
     advantages = np.random.default_rng(1).normal(size=given.answers)
-    recorded = [np.full(length, -1.0) for length in packed.answer_lengths]
-    return packed, policy_batch.make_batch(
-        packed, recipe.mesh, recipe.longest, weights, advantages, recorded
-    )
+    recorded = [np.full(length, -1.0) for length in packed[1].lengths]
+    return packed, batches.make_batch(packed, recipe, weights, advantages, recorded)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -124,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     recipe = memory.within(
         config, Recipe.of(config, model, mesh, 100), None, memory.device_memory(mesh)
     )
-    packed, batch = packed_batch(given, config, recipe)
+    (packed, spans), batch = packed_batch(given, config, recipe)
     programs, state = policy_update.programs(recipe), policy_update.create(params, recipe)
     losses = []
 
@@ -139,14 +137,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     real, padded = int((packed.segments > 0).sum()), packed.segments.size
     steps, rows, length = packed.segments.shape
-    answered, head = int(packed.answer_lengths.sum()), [(model.vocab_size, model.hidden_size, 1)]
+    answered, head = int(spans.lengths.sum()), [(model.vocab_size, model.hidden_size, 1)]
     layers = sum(outputs * inputs * count for outputs, inputs, count in matrices(model))
     bound = products(matrices(model), rows * length) + products(head, -(-answered // steps))
     bound *= steps
     what = f"update of {given.model or given.shape} on {given.answers} answers"
     table = results.ResultTable(COLUMNS, given.csv)
     table.row(what, f"{rows} x {length}", "now", real, wall, work, first[0] - wall)
-    print(f"\n{steps} accumulation steps, fill {packed.fill:.3f}, {real / wall:.0f} tokens/s")
+    print(
+        f"\n{steps} accumulation steps, fill {np.mean(packed.segments > 0):.3f}, {real / wall:.0f} tokens/s"
+    )
     print(f"losses {', '.join(f'{loss:.6f}' for loss in losses)}")
     for name, tokens in (("real", real), ("all", padded)):
         flop = 6 * (tokens * layers + answered * model.vocab_size * model.hidden_size)

@@ -61,13 +61,6 @@ def test_rl_at_temperature_0_is_refused_and_answering_is_not(write):
         validate.validate_rl(parse([*write(), *words]))
 
 
-def test_a_deterministic_run_has_no_floor_of_idle_training(write):
-    words = ["--rollout.deterministic", "true"]
-    validate.validate_rl(parse([*write(), *words]))
-    with pytest.raises(ConfigError, match="idle groups do not train without a clock"):
-        validate.validate_rl(parse([*write(), *words, "--idle_training.floor", "2"]))
-
-
 @pytest.mark.parametrize(
     ("text", "value"), [("auto", "auto"), ("1", 1.0), ("0.25", 0.25), ("0", 0.0), ("1e-1", 0.1)]
 )

@@ -11,7 +11,7 @@ from tlt_jax.config import Config
 from tlt_jax.config.schema import Data, Mesh, Rollout, Train
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example
-from tlt_jax.data.segments import most_segments
+from tlt_jax.shapes import most_segments
 
 
 def random_examples(seed: int, count: int, longest: int) -> list[Example]:
@@ -35,9 +35,9 @@ def test_every_example_stands_whole_in_one_row_with_its_own_positions_and_segmen
     seed, count, rows, groups
 ):
     examples = random_examples(seed, count, ROW)
-    packed = packing.pack(examples, ROW, rows, groups)
+    packed, spans = packing.pack(examples, ROW, rows, groups)
     assert packed.tokens.shape[1:] == (rows, ROW)
-    for example, (step, row, first) in zip(examples, packed.spans, strict=True):
+    for example, (step, row, first) in zip(examples, spans.places, strict=True):
         start = first + 1 - len(example.prompt)
         whole = (step, row, slice(start, start + example.length))
         np.testing.assert_array_equal(packed.tokens[whole], [*example.prompt, *example.answer])
@@ -46,7 +46,7 @@ def test_every_example_stands_whole_in_one_row_with_its_own_positions_and_segmen
         answer = (step, row, slice(first, first + len(example.answer)))
         np.testing.assert_array_equal(packed.targets[answer], example.answer)
     assert (packed.segments > 0).sum() == sum(example.length for example in examples)
-    assert packed.spread(np.ones(count)).sum() == sum(len(example.answer) for example in examples)
+    assert spans.spread(np.ones(count)).sum() == sum(len(example.answer) for example in examples)
     starts = np.diff(packed.segments, axis=-1)
     assert set(np.unique(starts[starts > 0])) <= {
         1
@@ -57,25 +57,27 @@ def test_every_example_stands_whole_in_one_row_with_its_own_positions_and_segmen
 def test_rows_do_not_depend_on_the_order_of_the_examples(seed, count, rows, groups):
     examples = random_examples(seed, count, ROW)
     shuffled = np.random.default_rng(seed + 1).permutation(count)
-    first = packing.pack(examples, ROW, rows, groups)
-    second = packing.pack([examples[i] for i in shuffled], ROW, rows, groups)
+    first, one = packing.pack(examples, ROW, rows, groups)
+    second, other = packing.pack([examples[i] for i in shuffled], ROW, rows, groups)
     for name in ("tokens", "positions", "segments", "targets"):
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
-    np.testing.assert_array_equal(first.spans[shuffled], second.spans)
+    np.testing.assert_array_equal(one.places[shuffled], other.places)
     values = np.arange(count) + 1.0
-    np.testing.assert_array_equal(first.spread(values), second.spread(values[shuffled]))
+    np.testing.assert_array_equal(one.spread(values), other.spread(values[shuffled]))
 
 
 @pytest.mark.parametrize(("seed", "count", "rows", "groups"), CASES)
 def test_rows_are_well_filled_and_balanced(seed, count, rows, groups):
-    packed = packing.pack(random_examples(seed, count, ROW), ROW, rows, groups)
+    packed, spans = packing.pack(random_examples(seed, count, ROW), ROW, rows, groups)
     tokens = (packed.segments > 0).sum(axis=-1)
     used = np.sort(tokens[tokens > 0])
     assert (used <= ROW / 2).sum() <= 1  # first fit would have joined two of them
     assert len(packed.tokens) == -(-len(used) // rows)
     per_group = tokens.reshape(len(tokens), groups, -1).sum(axis=(0, 2))
     assert per_group.max() - per_group.min() <= ROW
-    assert packed.fill == pytest.approx(tokens.sum() / (len(packed.tokens) * rows * ROW))
+    assert np.mean(packed.segments > 0) == pytest.approx(
+        tokens.sum() / (len(packed.tokens) * rows * ROW)
+    )
 
 
 def test_a_row_takes_a_bounded_number_of_examples_and_none_is_lost():
@@ -83,7 +85,7 @@ def test_a_row_takes_a_bounded_number_of_examples_and_none_is_lost():
     for row, count in ((96, 70), (16384, 200)):
         most = most_segments(row)
         examples = of_lengths(np.ones(count), np.ones(count))
-        packed = packing.pack(examples, row, rows=2)
+        packed, spans = packing.pack(examples, row, rows=2)
         assert packed.segments.max() == most < row // 2
         assert (packed.segments > 0).sum() == 2 * count
         assert len(packed.tokens) == -(-count // (2 * most))
@@ -114,7 +116,8 @@ def quickstart(seed: int, count: int) -> list[Example]:
 def fills(made, count: int, config: Config) -> list[float]:
     length, rows = packing.row_tokens(config), packing.rows(config)
     return [
-        packing.pack(made(seed, count), length, rows, config.mesh.data).fill for seed in range(20)
+        np.mean(packing.pack(made(seed, count), length, rows, config.mesh.data)[0].segments > 0)
+        for seed in range(20)
     ]
 
 
@@ -147,7 +150,7 @@ def test_first_fit_decreasing_is_that_worked_by_hand():
         example(5, 4),
         example(6, 2),
     ]
-    packed = packing.pack(examples, row_tokens=10, rows=2, groups=2)
+    packed, spans = packing.pack(examples, row_tokens=10, rows=2, groups=2)
     # lengths 6 (uid 2), 6 (4), 4 (3), 4 (5), 3 (1), 2 (6): rows [2, 3], [4, 5], [1, 6]
     assert len(packed.tokens) == 2
     np.testing.assert_array_equal(packed.tokens[0, 0], [2] * 6 + [3] * 4)
@@ -159,11 +162,11 @@ def test_first_fit_decreasing_is_that_worked_by_hand():
 
 def test_values_of_answer_tokens_stand_where_the_token_is_predicted():
     examples = [Example(0, np.array([7, 8]), np.array([9, 10, 11]))]
-    packed = packing.pack(examples, row_tokens=6, rows=1)
+    packed, spans = packing.pack(examples, row_tokens=6, rows=1)
     np.testing.assert_array_equal(packed.targets[0, 0], [0, 9, 10, 11, 0, 0])
-    np.testing.assert_array_equal(packed.spread([0.5])[0, 0], [0, 0.5, 0.5, 0.5, 0, 0])
+    np.testing.assert_array_equal(spans.spread([0.5])[0, 0], [0, 0.5, 0.5, 0.5, 0, 0])
     np.testing.assert_array_equal(
-        packed.place([np.array([-1.0, -2.0, -3.0])])[0, 0], [0, -1, -2, -3, 0, 0]
+        spans.place([np.array([-1.0, -2.0, -3.0])])[0, 0], [0, -1, -2, -3, 0, 0]
     )
 
 

@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 
+from tlt_jax.data.packing import PackedRows
 from tlt_jax.distributed.mesh import make_mesh, sharding
-from tlt_jax.drafter.batch import Batch
 from tlt_jax.drafter.replay import Replay, ReplayConfig
 from tlt_jax.rollout.events import Emitted, Ended, Harvested, Look
 from tlt_jax.spec_decode.decode_state import BROKEN, RUNNING, TRUNCATED, Features
 
-PLACES = ("host", "device")
 SAMPLES, ROWS, T = 2, 2, 32
 TOKEN = (6 + 4) * 4  # bytes of a position in `numbers`
 LONG = ((2, 27), (7, 15), (3, 4), (1, 50), (6, 30), (2, 2))  # tokens of prompts and answers
@@ -69,8 +68,8 @@ def feed(
         replay.listen(other)  # of another group
 
 
-def replay_of(place="host", width=24, max_bytes=10**6, mesh=None, **rest) -> Replay:
-    config = ReplayConfig(width, max_bytes, place, **rest)
+def replay_of(width=24, max_bytes=10**6, mesh=None, **rest) -> Replay:
+    config = ReplayConfig(width, max_bytes, **rest)
     return Replay(config, group=3, mesh=mesh or make_mesh(1, 1))
 
 
@@ -82,20 +81,20 @@ def numbers(texts) -> tuple[np.ndarray, np.ndarray]:
     return found, -found[..., :4]
 
 
-def filled(place="host", texts=None, step=0, dtype=np.float32, **rest) -> Replay:
+def filled(texts=None, step=0, dtype=np.float32, **rest) -> Replay:
     """A replay of LONG with features that encode their row and position."""
     texts = texts or texts_of()
-    replay = replay_of(place, **{"width": 10} | rest)
+    replay = replay_of(**{"width": 10} | rest)
     replay.begin(step, request_of(texts))
     feed(replay, texts, *(one.astype(dtype) for one in numbers(texts)))
     return replay
 
 
-def segments_of(batch: Batch) -> Iterator[tuple[np.ndarray, ...]]:
+def segments_of(batch: PackedRows) -> Iterator[tuple[np.ndarray, ...]]:
     """tokens, positions, loss_mask, features and states of every segment."""
     arrays = [
         np.asarray(getattr(batch, name))
-        for name in ("tokens", "positions", "loss_mask", "features", "states")
+        for name in ("tokens", "positions", "is_answer", "features", "states")
     ]
     for row, segments in enumerate(np.asarray(batch.segments)):
         for segment in range(1, segments.max(initial=0) + 1):

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import test_drafter_update as updates
 
-from tlt_jax.drafter import batch as drafter_batch, block_loss, recipe as drafter_recipe, update
-from tlt_jax.drafter.batch import Batch
+from tlt_jax.data.packing import PackedRows
+from tlt_jax.distributed.mesh import sharding
+from tlt_jax.drafter import block_loss, recipe as drafter_recipe, update
 from tlt_jax.drafter.block_loss import Objective
 from tlt_jax.drafter.recipe import Recipe
 from tlt_jax.models import architecture, block_drafter, drafter as drafters
@@ -55,7 +56,7 @@ def setting(recipe: Recipe):
     policy, params = updates.policy_of(recipe), updates.params_of(recipe)
     batch = updates.observed(recipe, policy, updates.batch_of(recipe))
     holes = np.random.default_rng(5).random(batch.tokens.shape) < 0.2
-    batch = batch.replace(loss_mask=(batch.segments > 0) & ~jnp.asarray(holes))
+    batch = batch._replace(is_answer=(batch.segments > 0) & ~jnp.asarray(holes))
     return policy, params, drafters.shared(policy), batch
 
 
@@ -130,13 +131,15 @@ def test_scores_and_their_gradients_are_those_of_torch(x64):
 # The whole loss, against a plain loop over blocks
 
 
-def plain_loss(recipe: Recipe, params, policy, batch: Batch, anchors, hidden) -> dict[str, float]:
+def plain_loss(
+    recipe: Recipe, params, policy, batch: PackedRows, anchors, hidden
+) -> dict[str, float]:
     """Loss and metrics from hidden states [R, A, P, Z] of blocks at `anchors`, position by position."""
     config, goal = recipe.drafter, recipe.objective
     kept = np.arange(11) if config.has_full_vocab else IDS
     head, states = np.asarray(policy.head)[:11], np.asarray(batch.states)
     tokens, answers, segments = (
-        np.asarray(array) for array in (batch.tokens, batch.loss_mask, batch.segments)
+        np.asarray(array) for array in (batch.tokens, batch.is_answer, batch.segments)
     )
     sums = {name: [0.0, 0.0] for name in ("token_loss", "variation", "confidence_loss")}
     shares = {j: ([], []) for j in range(config.depth)}
@@ -246,8 +249,9 @@ def test_one_layer_and_a_block_of_one_is_a_next_token_head(x64):
     embed = np.array([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
     head = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, -1.0]])
     state = np.array([0.3, -0.4])  # the policy's, at the anchor
-    batch = Batch(
-        jnp.array([[0, 1, 2]]), jnp.array([[0, 1, 2]]), jnp.array([[1, 1, 1]]), jnp.array([[False, True, False]]),
+    batch = PackedRows(
+        jnp.array([[0, 1, 2]]), jnp.array([[0, 1, 2]]), jnp.array([[1, 1, 1]]),
+        is_answer=jnp.array([[False, True, False]]),
         features=jnp.array([[[5.0, 5.0], [9.0, 0.0], [7.0, 7.0]]]), states=jnp.array([[[9.0, 9.0], state, [8.0, 8.0]]]),
     )  # fmt: skip
     shared = drafters.Shared(jnp.asarray(embed), jnp.asarray(head))
@@ -276,7 +280,7 @@ def test_anchors_are_different_tokens_whose_next_token_is_to_be_learned(x64):
     """As many as there are, at most one for `spacing` tokens of the row."""
     recipe = recipe_of()
     batch = updates.batch_of(recipe)
-    segments, answers = np.asarray(batch.segments), np.asarray(batch.loss_mask)
+    segments, answers = np.asarray(batch.segments), np.asarray(batch.is_answer)
     able = np.zeros_like(answers)
     for row, t in np.argwhere(answers):
         able[row, t] = t > 0 and segments[row, t - 1] == segments[row, t]
@@ -313,7 +317,7 @@ def test_anchors_are_the_same_on_every_mesh():
     found = []
     for data, model in ((1, 1), (4, 2)):
         recipe = recipe_of(data=data, model=model)
-        rows = jax.device_put(mask, drafter_batch.batch_sharding(recipe.mesh))
+        rows = jax.device_put(mask, sharding(recipe.mesh, ("batch", None), "train"))
         found.append(jax.jit(lambda rows, recipe=recipe: block_loss.draw(rows, 7, recipe))(rows))
     np.testing.assert_array_equal(*found)
 
@@ -357,7 +361,7 @@ def test_rows_without_answers_have_no_loss_and_no_gradient(x64):
         updates.policy_of(recipe),
     )
     batch = updates.batch_of(recipe)
-    batch = batch.replace(loss_mask=jnp.zeros_like(batch.loss_mask))
+    batch = batch._replace(is_answer=jnp.zeros_like(batch.is_answer))
     _, metrics = update.program(recipe)(state, policy, batch)
     found = float(metrics["loss"]), float(metrics["grad_norm"]), int(metrics["nonfinite"])
     assert found == (0, 0, 0)
@@ -373,12 +377,12 @@ def compiled(length: int, vocab: int = 64, **changes):
     )  # fmt: skip
     recipe = replace(recipe, **changes)
     policy = architecture.abstract(model, recipe.mesh, "train", "float32")
-    batch = drafter_batch.abstract_batch(recipe.mesh, 2, length)
+    batch = update.abstract_rows(recipe.mesh, 2, length)
 
     def rows(width):
         return jax.ShapeDtypeStruct((2, length, width), jnp.float32)
 
-    batch = batch.replace(features=rows(drafter.feature_width), states=rows(model.hidden_size))
+    batch = batch._replace(features=rows(drafter.feature_width), states=rows(model.hidden_size))
     state = drafter_recipe.abstract_state(recipe)
     return recipe, update.program(recipe).lower(state, policy, batch).compile()
 
@@ -410,11 +414,11 @@ def test_the_operations_of_a_loss_are_those_of_its_products():
     )  # fmt: skip
     policy = architecture.abstract(model, recipe.mesh, "train", "float32")
     params = drafters.abstract(drafter, recipe.mesh, "train", "float32")
-    batch = drafter_batch.abstract_batch(recipe.mesh, R, T)
+    batch = update.abstract_rows(recipe.mesh, R, T)
     features, states = (
         jax.ShapeDtypeStruct((R, T, size), jnp.float32) for size in (drafter.feature_width, D)
     )
-    batch = batch.replace(features=features, states=states)
+    batch = batch._replace(features=features, states=states)
 
     def loss(params, policy, batch):
         return block_loss.loss(params, drafters.shared(policy), batch, recipe, STEP)[0]

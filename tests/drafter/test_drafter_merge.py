@@ -11,7 +11,7 @@ import pytest
 from test_drafter_update import EAGLE, REDUCED, recipe_of, state_of
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.drafter import merge
+from tlt_jax.drafter import update as drafter_update
 
 MESHES = [(1, 1), (2, 1), (2, 2), (4, 1)]
 
@@ -21,7 +21,15 @@ def groups_of(recipe):
 
 
 def copies_of(recipe, state):
-    return merge.parts(merge.programs(recipe).spread(state), groups_of(recipe))
+    return list(together(recipe).spread(state).values())
+
+
+def together(recipe):
+    return drafter_update.Copies(recipe, dict(enumerate(groups_of(recipe))))
+
+
+def merged(copies, tokens, recipe):
+    return together(recipe).merged(dict(enumerate(copies)), tokens)
 
 
 def changed(copy, group: int):
@@ -56,7 +64,7 @@ def test_the_merge_is_the_mean_weighted_by_tokens_of_weights_and_moments(x64, da
     copies = [changed(copy, i) for i, copy in enumerate(copies_of(recipe, state))]
     tokens = [100 * (i + 1) for i in range(data)]
     hosts = [jax.device_get(copy) for copy in copies]
-    found = merge.merged(copies, tokens, recipe)
+    found = merged(copies, tokens, recipe)
 
     weights = np.array(tokens) / sum(tokens)
     for got, like, *leaves in zip(*map(jax.tree.leaves, (found, state, *hosts)), strict=True):
@@ -78,7 +86,7 @@ def test_a_group_that_trained_nothing_counts_for_nothing_whatever_its_numbers(x6
     broken = jax.tree.map(
         lambda leaf: leaf * jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, second
     )
-    found = merge.merged([trained, broken], [7, 0], recipe)
+    found = merged([trained, broken], [7, 0], recipe)
     for got, leaf in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(got), leaf[0], rtol=1e-15)
 
@@ -88,7 +96,7 @@ def test_the_state_from_before_survives_training_and_merging(x64):
     state = state_of(recipe)
     before = jax.device_get(state)
     copies = [changed(copy, i) for i, copy in enumerate(copies_of(recipe, state))]
-    merge.merged(copies, [1, 1], recipe)
+    merged(copies, [1, 1], recipe)
     for leaf, was in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
         np.testing.assert_array_equal(np.asarray(leaf), was)
 
@@ -97,6 +105,6 @@ def test_bfloat16_weights_are_averaged_in_float32(x64):
     recipe = replace(recipe_of(EAGLE, data=4), param_dtype="bfloat16")
     state = state_of(recipe)
     copies = copies_of(recipe, state)
-    found = merge.merged(copies, [1, 1, 1, 1], recipe)
+    found = merged(copies, [1, 1, 1, 1], recipe)
     for got, was in zip(jax.tree.leaves(found.params), jax.tree.leaves(state.params), strict=True):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(was))

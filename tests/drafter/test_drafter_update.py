@@ -12,16 +12,14 @@ import pytest
 from tlt_jax.config import Config
 from tlt_jax.config.schema import DrafterTraining, Optim
 from tlt_jax.data import packing
-from tlt_jax.data.packing import Example
-from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.data.packing import Example, PackedRows
+from tlt_jax.distributed.mesh import make_mesh, sharding
 from tlt_jax.drafter import (
-    batch as drafter_batch,
     eagle_loss,
     recipe as drafter_recipe,
     step_training,
     update as drafter_update,
 )
-from tlt_jax.drafter.batch import Batch
 from tlt_jax.drafter.eagle_loss import Objective
 from tlt_jax.drafter.recipe import DrafterState, Recipe
 from tlt_jax.drafter.recipes import recipe_of as configured
@@ -74,7 +72,7 @@ def state_of(recipe: Recipe) -> DrafterState:
     return drafter_recipe.create(params_of(recipe), recipe)
 
 
-def batch_of(recipe: Recipe) -> Batch:
+def batch_of(recipe: Recipe) -> PackedRows:
     """Four packed rows with prompts of every length from 1 on."""
     random = np.random.default_rng(0)
     examples = [
@@ -83,15 +81,13 @@ def batch_of(recipe: Recipe) -> Batch:
         )
         for uid in range(7)
     ]
-    packed = packing.pack(examples, 16, 4)
+    packed, _ = packing.pack(examples, 16, 4)
     assert len(packed.tokens) == 1
-    rows = {name: getattr(packed, name)[0] for name in ("tokens", "positions", "segments")}
-    return drafter_batch.make_batch(
-        rows | {"loss_mask": packed.spread(np.ones(7))[0] > 0}, recipe.mesh
-    )
+    rows = jax.tree.map(lambda leaf: leaf[0], packed._replace(targets=None))
+    return drafter_update.on_mesh(rows, recipe.mesh)
 
 
-def observed(recipe: Recipe, policy: architecture.Params, batch: Batch) -> Batch:
+def observed(recipe: Recipe, policy: architecture.Params, batch: PackedRows) -> PackedRows:
     return jax.jit(lambda policy, batch: drafter_update.observe(policy, batch, recipe))(
         policy, batch
     )
@@ -171,7 +167,7 @@ def test_the_acceptance_loss_is_one_minus_acceptance_once_that_is_high(x64):
 
 
 def plain_loss(
-    recipe: Recipe, policy: architecture.Params, batch: Batch, hidden, logits
+    recipe: Recipe, policy: architecture.Params, batch: PackedRows, hidden, logits
 ) -> dict[str, float]:
     """Loss and metrics from the drafter's hidden states [J, R, T, Z] and logits [J, R, T, U], slot by slot."""
     eagle1, kept = (
@@ -179,7 +175,7 @@ def plain_loss(
         IDS if recipe.drafter.draft_vocab_size < 11 else np.arange(11),
     )
     head, states = np.asarray(policy.head)[:11], np.asarray(batch.states)
-    answers, segments = np.asarray(batch.loss_mask), np.asarray(batch.segments)
+    answers, segments = np.asarray(batch.is_answer), np.asarray(batch.segments)
     q, hidden, metrics, total = (
         softmax(np.asarray(logits)[..., : len(kept)]),
         np.asarray(hidden),
@@ -285,7 +281,7 @@ def test_segments_and_not_positions_determine_what_a_draft_step_can_predict(kind
     recipe = recipe_of(kind)
     policy, params = policy_of(recipe), params_of(recipe)
     batch, shared = observed(recipe, policy, batch_of(recipe)), drafters.shared(policy)
-    moved = batch.replace(positions=jnp.where(batch.segments > 0, batch.positions + 5, 0))
+    moved = batch._replace(positions=jnp.where(batch.segments > 0, batch.positions + 5, 0))
     loss = loss_of(recipe)
     assert_same(loss(params, shared, batch), loss(params, shared, moved), rtol=1e-10)
 
@@ -337,10 +333,10 @@ def test_update_never_holds_the_logits_of_all_tokens():
 
     def rows(dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(
-            (4, 2048), dtype, sharding=drafter_batch.batch_sharding(recipe.mesh)
+            (4, 2048), dtype, sharding=sharding(recipe.mesh, ("batch", None), "train")
         )
 
-    batch = Batch(rows(jnp.int32), rows(jnp.int32), rows(jnp.int32), rows(bool))
+    batch = PackedRows(rows(jnp.int32), rows(jnp.int32), rows(jnp.int32), rows(bool))
     policy = architecture.abstract(model, recipe.mesh, "train", "float32")
     state = drafter_recipe.abstract_state(recipe)
     memory = drafter_update.program(recipe).lower(state, policy, batch).compile().memory_analysis()
@@ -410,7 +406,7 @@ def test_update_that_is_not_finite_changes_nothing_and_is_counted(x64):
 def test_rows_without_answers_have_no_loss_and_no_gradient(x64):
     recipe = recipe_of(REDUCED)
     batch = batch_of(recipe)
-    batch = batch.replace(loss_mask=jnp.zeros_like(batch.loss_mask))
+    batch = batch._replace(is_answer=jnp.zeros_like(batch.is_answer))
     _, metrics = drafter_update.program(recipe)(state_of(recipe), policy_of(recipe), batch)
     assert (float(metrics["loss"]), float(metrics["grad_norm"]), int(metrics["nonfinite"])) == (
         0,
@@ -478,6 +474,6 @@ def test_on_a_cpu_a_batch_is_learned_before_the_next_one_is_dispatched(monkeypat
     monkeypatch.setattr(
         jax, "block_until_ready", lambda found: done.append(f"wait {found['loss']:g}")
     )
-    batches = [Batch(np.array([number]), None, None, None) for number in range(3)]
-    step_training.learn(None, None, batches, recipe, 0)
+    batches = [PackedRows(np.array([number]), None, None, None) for number in range(3)]
+    step_training.learn(recipe, None, None, batches, 0)
     assert done == [f"{what} {number}" for number in range(3) for what in ("learn", "wait")]

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from replays import (
-    PLACES,
     ROWS,
     TOKEN,
     feed,
@@ -19,13 +18,9 @@ from replays import (
     texts_of,
 )
 
-from tlt_jax.distributed.mesh import make_mesh
-from tlt_jax.drafter import window_store
 from tlt_jax.drafter.replay import ReplayConfig
 from tlt_jax.rollout.events import Emitted, Ended, Harvested, Look
 from tlt_jax.spec_decode.decode_state import RUNNING, Features
-
-PROGRAMS = window_store.writer, window_store.reader
 
 
 def assert_same(one, other) -> None:
@@ -36,11 +31,10 @@ def assert_same(one, other) -> None:
 # The content of a batch
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_held_out_windows_are_never_trained_on_and_are_drawn_separately(place):
+def test_held_out_windows_are_never_trained_on_and_are_drawn_separately():
     sizes = tuple((2, 6 + uid % 5) for uid in range(60))
     given = texts_of(sizes)
-    replay = filled(place, given, width=16, max_bytes=100 * 16 * TOKEN, held_out=4)
+    replay = filled(given, width=16, max_bytes=100 * 16 * TOKEN, held_out=4)
     out = {window.uid for window in replay.held if replay.is_held_out(window)}
     assert 60 / 4 / 2 < len(out) < 60 / 4 * 2  # n = 60, one in 4
     texts = {uid: tuple(np.concatenate(pair)[:-1].tolist()) for uid, pair in given.items()}
@@ -54,11 +48,10 @@ def test_held_out_windows_are_never_trained_on_and_are_drawn_separately(place):
         assert whole and whole <= allowed
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_every_place_holds_the_features_of_its_token_and_of_no_root(place):
+def test_every_position_holds_the_features_of_its_token_and_of_no_root():
     texts = list(texts_of().values())
-    replay, features = filled(place, max_bytes=100 * TOKEN), numbers(texts_of())[0]
-    assert len(replay.held) == 10, "as many as fit: no slot of a ring is empty"
+    replay, features = filled(max_bytes=100 * TOKEN), numbers(texts_of())[0]
+    assert len(replay.held) == 10, "as many as fit"
     seen = set()
     for draw in range(12):
         rows, row_tokens = (ROWS, 16) if draw else (4, 60)
@@ -82,33 +75,29 @@ def test_every_place_holds_the_features_of_its_token_and_of_no_root(place):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-def test_what_is_drawn_depends_on_neither_place_nor_order_of_arrival(dtype):
-    texts, one, other = texts_of(), filled("host", dtype=dtype), filled("device", dtype=dtype)
-    backwards = replay_of("device", width=10)
+def test_what_is_drawn_does_not_depend_on_the_order_of_arrival(dtype):
+    texts, one = texts_of(), filled(dtype=dtype)
+    backwards = replay_of(width=10)
     backwards.begin(0, request_of(texts))
     values = [one.astype(dtype) for one in numbers(texts)]
     feed(backwards, texts, *values, together=2, order=-1)
-    drawn = [
-        [replay.sample(draw, ROWS, 16) for draw in range(3)] for replay in (one, other, backwards)
-    ]
-    for mine in drawn[1:]:
-        assert_same(drawn[0], mine)
+    drawn = [[replay.sample(draw, ROWS, 16) for draw in range(3)] for replay in (one, backwards)]
+    assert_same(*drawn)
     assert drawn[0][0].features.dtype == dtype
     assert_same(drawn[0][1], one.sample(1, ROWS, 16))
     texts = [{tuple(tokens) for tokens, *_ in segments_of(batch)} for batch in drawn[0]]
     assert texts[0] != texts[1] != texts[2], "every draw is another one"
-    later = filled("host", dtype=dtype, seed=1).sample(0, ROWS, 16)
+    later = filled(dtype=dtype, seed=1).sample(0, ROWS, 16)
     assert {tuple(tokens) for tokens, *_ in segments_of(later)} != texts[0]
 
 
 def test_states_that_are_not_captured_are_the_features():
     texts = texts_of()
-    for place in PLACES:
-        replay = replay_of(place, width=10)
-        replay.begin(0, request_of(texts))
-        feed(replay, texts, numbers(texts)[0], None)
-        batch = replay.sample(0, ROWS, 16)
-        assert batch.states is batch.features
+    replay = replay_of(width=10)
+    replay.begin(0, request_of(texts))
+    feed(replay, texts, numbers(texts)[0], None)
+    batch = replay.sample(0, ROWS, 16)
+    assert batch.states is batch.features
 
 
 # What is stored
@@ -116,7 +105,7 @@ def test_states_that_are_not_captured_are_the_features():
 
 def test_a_sequence_whose_logits_were_not_finite_is_not_stored():
     texts, kept = texts_of(), {0, 4, 6}
-    whole, replay = replay_of("host", width=10), replay_of("host", width=10)
+    whole, replay = replay_of(width=10), replay_of(width=10)
     replay.begin(0, request_of(texts))
     feed(replay, texts, *numbers(texts), broken=texts.keys() - kept)
     whole.begin(0, request_of(texts))
@@ -150,7 +139,6 @@ def test_the_previous_step_stands_in_for_answers_that_are_not_finished():
     assert sorted(one.size for one in replay.held) == [6, 14]
     replay.begin(8, request_of(texts))
     assert not replay.held and replay.sample(0, 1, 64) is None
-    assert not replay.store.held, "nor in the store"
 
 
 def test_a_step_that_starts_again_drops_its_windows():
@@ -167,23 +155,19 @@ def test_a_step_that_starts_again_drops_its_windows():
         replay.listen(Look(3, 0, 0, ends))
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_bytes_are_bounded_and_the_longest_answers_stay(place):
+def test_bytes_are_bounded_and_the_longest_answers_stay():
     window = 10 * TOKEN
     texts = texts_of(tuple((4, answer) for answer in (7, 12, 20, 30, 9, 14, 25, 8)))
     longest = {}
     for count in (1, 2, 3, 5, 50):
         limit = count * window + window // 2
-        replay = replay_of(place, width=10, max_bytes=limit, most=1)
+        replay = replay_of(width=10, max_bytes=limit, most=1)
         for step in (0, 1):
             replay.begin(step, request_of(texts))
             feed(replay, texts, *numbers(texts))
             assert 0 < replay.metrics()["drafter/replay_bytes"] <= limit
-            store = replay.store
-            held = jax.tree.leaves(list(store.held.values()) if place == "host" else store.ring)
-            taken = sum(leaf.nbytes for leaf in held)
-            assert taken <= limit, "what lies there is what is counted"
-            assert place == "device" or taken == replay.metrics()["drafter/replay_bytes"]
+            held = jax.tree.leaves(list(replay.held.values()))
+            assert sum(leaf.nbytes for leaf in held) == replay.metrics()["drafter/replay_bytes"]
         longest[count] = sorted((one.answer for one in replay.held if one.step == 1), reverse=True)
         assert (count < 9) == all(one.step == 1 for one in replay.held), "the older went first"
         assert replay.sample(0, ROWS, 16) is not None
@@ -191,54 +175,22 @@ def test_bytes_are_bounded_and_the_longest_answers_stay(place):
     assert all(found == order[:count] for count, found in longest.items())
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_bound_below_one_window_is_refused(place):
+def test_a_bound_below_one_window_is_refused():
     with pytest.raises(ValueError, match="takes 400 bytes, the replay may have 399"):
-        filled(place, max_bytes=399)
+        filled(max_bytes=399)
 
 
 def test_impossible_values_are_refused_at_once():
-    with pytest.raises(ValueError, match="place 'disk' is not one of host, device"):
-        ReplayConfig(8, 1, "disk")
     with pytest.raises(ValueError, match="0 windows of 8 positions"):
         ReplayConfig(8, 1, most=0)
 
 
-# Programs on the devices
-
-
-def test_one_program_a_shape_whatever_is_drawn_and_nothing_crosses_devices():
-    mesh = make_mesh(1, 2)
-    window_store.writer.cache_clear()
-    window_store.reader.cache_clear()
-    replay = filled("device", mesh=mesh, max_bytes=40 * TOKEN)
-    writes, reads = (make(window_store.shardings(replay.store.ring)) for make in PROGRAMS)
-    assert writes._cache_size() <= 2, "of 3 windows, and of the rest"
-    for draw in range(8):
-        batch = replay.sample(draw, ROWS, 16)
-        assert batch.features.sharding.spec == jax.sharding.PartitionSpec("data", None, "model")
-    assert reads._cache_size() == 1
-    replay.sample(0, 3, 16)
-    assert reads._cache_size() == 2 and window_store.reader.cache_info().currsize == 1
-    places, slots = np.zeros((2, ROWS, 16), np.int32), np.zeros(4, np.int32)
-    values = jax.tree.map(
-        lambda own: jax.ShapeDtypeStruct((4, *own.shape[1:]), own.dtype, sharding=own.sharding),
-        replay.store.ring,
-    )
-    write = writes.lower(replay.store.ring, values, slots).compile()
-    for text in (write.as_text(), reads.lower(replay.store.ring, places).compile().as_text()):
-        assert not any(name in text for name in ("all-", "collective", "reduce-scatter"))
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(replay.store.ring)) // 2
-    assert write.memory_analysis().alias_size_in_bytes == size, "the ring is written in place"
-
-
 def test_windows_that_arrive_later_do_not_change_a_batch():
     texts = texts_of()
-    replay = filled("device", max_bytes=30 * TOKEN)
+    replay = filled(max_bytes=30 * TOKEN)
     batch = replay.sample(0, ROWS, 16)
-    kept, ring = jax.tree.map(np.array, batch), replay.store.ring
+    kept = jax.tree.map(np.array, batch)
     replay.begin(1, request_of(texts))
     feed(replay, texts, *(one + 1 for one in numbers(texts)), together=1)
-    assert ring.features.is_deleted(), "the ring is donated"
     assert_same(batch, kept)
     assert all(one.step == 1 for one in replay.held)

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_drafter_update as updates
-from replays import PLACES, ROWS, T, feed, replay_of, request_of, texts_of
+from replays import ROWS, T, feed, replay_of, request_of, texts_of
 
-from tlt_jax.drafter import batch as drafter_batch, eagle_loss, update as drafter_update
-from tlt_jax.drafter.batch import Batch
+from tlt_jax.data.packing import PackedRows
+from tlt_jax.drafter import eagle_loss, update as drafter_update
 from tlt_jax.drafter.recipe import Recipe
-from tlt_jax.drafter.windows import Piece
+from tlt_jax.drafter.replay import Piece
 from tlt_jax.models import drafter as drafters, eagle
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.usefixtures("x64")
 SIZES = ((3, 18), (5, 8), (1, 9), (2, 10), (8, 1), (2, 3))
 
 
-def alone(recipe: Recipe, texts, stretches: list[tuple[int, int, int]]) -> Batch:
+def alone(recipe: Recipe, texts, stretches: list[tuple[int, int, int]]) -> PackedRows:
     """Each stretch (uid, first position, stop) in a row of its own, without features."""
     rows = {
         name: np.zeros((len(stretches), T), np.int32)
         for name in ("tokens", "positions", "segments")
     }
-    rows["loss_mask"] = np.zeros((len(stretches), T), bool)
+    rows["is_answer"] = np.zeros((len(stretches), T), bool)
     for row, (uid, start, stop) in enumerate(stretches):
         prompt, answer = texts[uid]
         places, here = np.arange(start, stop), np.s_[row, : stop - start]
@@ -34,11 +34,11 @@ def alone(recipe: Recipe, texts, stretches: list[tuple[int, int, int]]) -> Batch
         rows["positions"][here] = places
         rows["segments"][here] = 1
         last = len(prompt) + len(answer) - 1
-        rows["loss_mask"][here] = (places >= len(prompt) - 1) & (places < last)
-    return drafter_batch.make_batch(rows, recipe.mesh)
+        rows["is_answer"][here] = (places >= len(prompt) - 1) & (places < last)
+    return drafter_update.on_mesh(PackedRows(**rows), recipe.mesh)
 
 
-def whole(recipe: Recipe, texts) -> Batch:
+def whole(recipe: Recipe, texts) -> PackedRows:
     """Every text in a row of its own, with the features that the policy computes."""
     stretches = [(uid, 0, len(prompt) + len(answer)) for uid, (prompt, answer) in texts.items()]
     return updates.observed(recipe, updates.policy_of(recipe), alone(recipe, texts, stretches))
@@ -57,18 +57,17 @@ def test_packed_sequences_give_the_update_of_each_alone(kind, model):
     apart = whole(recipe, texts)
     state, expected = update(updates.state_of(recipe), policy, apart)
     tokens = int(expected.pop("tokens")) - 1  # position 0 of a prompt of one token has no loss
-    for place in PLACES:
-        replay = replay_of(place, mesh=recipe.mesh)
-        replay.begin(7, request_of(texts))
-        states = None if kind == updates.EAGLE else np.asarray(apart.states)
-        feed(replay, texts, np.asarray(apart.features), states)
-        batch = replay.sample(0, ROWS, T)
-        assert (np.asarray(batch.segments) > 0).all(), "the rows are full"
-        assert np.asarray(batch.segments).max() > 2 and np.isfinite(batch.features).all()
-        after, found = update(updates.state_of(recipe), policy, batch)
-        assert int(found.pop("tokens")) == tokens
-        updates.assert_same(found, expected, rtol=1e-9)
-        updates.assert_same(after, state, rtol=1e-7, atol=1e-12)
+    replay = replay_of(mesh=recipe.mesh)
+    replay.begin(7, request_of(texts))
+    states = None if kind == updates.EAGLE else np.asarray(apart.states)
+    feed(replay, texts, np.asarray(apart.features), states)
+    batch = replay.sample(0, ROWS, T)
+    assert (np.asarray(batch.segments) > 0).all(), "the rows are full"
+    assert np.asarray(batch.segments).max() > 2 and np.isfinite(batch.features).all()
+    after, found = update(updates.state_of(recipe), policy, batch)
+    assert int(found.pop("tokens")) == tokens
+    updates.assert_same(found, expected, rtol=1e-9)
+    updates.assert_same(after, state, rtol=1e-7, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -93,18 +92,17 @@ def test_packed_windows_give_the_gradients_of_each_alone(kind):
             array[row, : stop - start] = source[list(texts).index(uid), start:stop]
         return jnp.asarray(array)
 
-    apart = apart.replace(features=stretched(features), states=stretched(states))
+    apart = apart._replace(features=stretched(features), states=stretched(states))
     slope = jax.jit(jax.value_and_grad(lambda *given: eagle_loss.loss(*given, recipe, 0)[0]))
     expected = slope(params, shared, apart)
-    for place in PLACES:
-        replay = replay_of(place, width=10, most=4)
-        replay.begin(0, request_of(texts))
-        feed(replay, texts, features, states)
-        held = sorted(replay.held, key=lambda one: (one.uid, one.start))
-        assert [(one.uid, one.start, one.start + one.size) for one in held] == wanted
-        batch = replay.assemble([Piece(one, 0, one.size) for one in held], ROWS, T)
-        found = slope(params, shared, batch)
-        updates.assert_same(found, expected, rtol=1e-9, atol=1e-12)
+    replay = replay_of(width=10, most=4)
+    replay.begin(0, request_of(texts))
+    feed(replay, texts, features, states)
+    held = sorted(replay.held, key=lambda one: (one.uid, one.start))
+    assert [(one.uid, one.start, one.start + one.size) for one in held] == wanted
+    batch = replay.assemble([Piece(one, 0, one.size) for one in held], ROWS, T)
+    found = slope(params, shared, batch)
+    updates.assert_same(found, expected, rtol=1e-9, atol=1e-12)
     rows = (batch.tokens, batch.features, batch.positions, batch.segments)
     hidden = jax.jit(
         lambda params: eagle.unroll(params, recipe.drafter, shared, *rows, updates.UNROLL)

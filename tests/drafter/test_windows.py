@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tlt_jax.drafter import windows
-from tlt_jax.drafter.windows import Piece, Placed, Window
+from tlt_jax.drafter import replay as windows
+from tlt_jax.drafter.replay import Piece, Placed, Window
 
 
 def window(uid=0, start=0, size=4, prompt=2, length=None, step=1) -> Window:
@@ -203,12 +203,12 @@ def test_every_token_of_the_pieces_is_in_one_place_of_the_rows():
             for piece in pieces
             for token in piece.window.tokens[piece.first : piece.first + piece.size]
         )
-        there = arrays["segments"] > 0
-        assert Counter(arrays["tokens"][there].tolist()) == wanted
-        assert (arrays["positions"] == arrays["tokens"] % 1000).all(), "positions are real"
+        there = arrays.segments > 0
+        assert Counter(arrays.tokens[there].tolist()) == wanted
+        assert (arrays.positions == arrays.tokens % 1000).all(), "positions are real"
         assert len(placed) <= len(pieces) + rows - 1, "few are split"
         for row in range(rows):
-            segments = arrays["segments"][row][there[row]]
+            segments = arrays.segments[row][there[row]]
             assert (np.diff(segments) >= 0).all() and set(np.diff(segments)) <= {0, 1}
             assert not there[row][len(segments) :].any(), "padding is behind"
 
@@ -217,8 +217,8 @@ def test_packed_rows_worked_by_hand():
     whole, long = window(1, 0, 9, 3, 6), window(2, 7, 4, 9, 30)
     placed = [Placed(Piece(whole, 0, 5), 0, 0, 1), Placed(Piece(long, 1, 3), 0, 5, 2)]
     arrays = windows.packed(placed, 1, 9)
-    assert arrays["tokens"].tolist() == [[1000, 1001, 1002, 1003, 1004, 2008, 2009, 2010, 0]]
-    assert arrays["positions"].tolist() == [[0, 1, 2, 3, 4, 8, 9, 10, 0]]
-    assert arrays["segments"].tolist() == [[1, 1, 1, 1, 1, 2, 2, 2, 0]]
+    assert arrays.tokens.tolist() == [[1000, 1001, 1002, 1003, 1004, 2008, 2009, 2010, 0]]
+    assert arrays.positions.tolist() == [[0, 1, 2, 3, 4, 8, 9, 10, 0]]
+    assert arrays.segments.tolist() == [[1, 1, 1, 1, 1, 2, 2, 2, 0]]
     # Positions 2 to 4 predict the whole answer of 3; 8 of the window is the first place of its piece.
-    assert arrays["loss_mask"].astype(int).tolist() == [[0, 0, 1, 1, 1, 0, 1, 1, 0]]
+    assert arrays.is_answer.astype(int).tolist() == [[0, 0, 1, 1, 1, 0, 1, 1, 0]]

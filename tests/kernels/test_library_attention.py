@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tlt_jax.data.segments import most_segments
 from tlt_jax.kernels import cudnn_attention, packed_attention, splash_attention
 from tlt_jax.kernels.packed_attention import BLOCKS, CUDNN, SPLASH
+from tlt_jax.shapes import most_segments
 
 ROWS = [
     [100, 150, 40],

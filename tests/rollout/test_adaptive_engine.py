@@ -25,7 +25,7 @@ from tlt_jax.rollout.executables.programs import CatchUp, Decode, StateShape
 from tlt_jax.rollout.scheduler.payback import Payback
 from tlt_jax.spec_decode.interface import DecodingParams
 from tlt_jax.spec_decode.strategy import DRAFTERS, PLAIN, name
-from tlt_jax.train import speculation_metrics
+from tlt_jax.train import step_metrics
 from tlt_jax.tuner import interface
 from tlt_jax.tuner.interface import Choice, Tuner
 
@@ -97,7 +97,7 @@ def test_three_drafters_in_turn_change_no_token(x64, kind, data, slots):
 
 def check_metrics(engine: Engine, result) -> None:
     """Checks that the metrics of a step with every drafter are listed, and that chunk lines name the arms."""
-    found = speculation_metrics.metrics(engine.drafter_kind, result)
+    found = step_metrics.of_drafting(engine.drafter_kind, result)
     lengths = []
     for drafter in DRAFTERS:
         mine = [one for one in result.measurements if one.strategy.drafter == drafter]
@@ -110,7 +110,7 @@ def check_metrics(engine: Engine, result) -> None:
     assert sum("accept_length" in one for one in found) == 4
     for one in found:
         names.find(one, "scalar")
-    lines = speculation_metrics.chunks(engine.drafter_kind, result)
+    lines = step_metrics.chunks(engine.drafter_kind, result)
     assert {line.strategy for line in lines} == {*ARMS, "off"}
 
 

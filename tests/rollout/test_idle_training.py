@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -17,14 +16,13 @@ from tlt_jax.drafter import (
     block_loss,
     eagle_loss,
     idle_training as idle,
-    merge,
     recipe as drafter_recipe,
     update as drafter_update,
 )
 from tlt_jax.drafter.idle_training import IdleTraining
-from tlt_jax.drafter.micro_step import MicroStep
 from tlt_jax.drafter.recipe import Recipe
 from tlt_jax.drafter.replay import Replay, ReplayConfig
+from tlt_jax.drafter.update import Copies, MicroStep
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.models import drafter as drafters
 from tlt_jax.optimizer import Adam
@@ -38,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 class Setting:
     """An engine, its trainer, and the drafter's state; `step` makes one RL step."""
 
-    def __init__(self, kind="eagle3", data=2, model=1, **changes):
+    def __init__(self, kind="eagle3", data=2, model=1, least=3):
         self.engine, self.weights = harvests.engine_of(kind, data, model, captures_states=True)
         drafter = self.engine.drafter
         fixed = {"param_dtype": "float64", "compute_dtype": "float64", "logits_chunk": 64}
@@ -57,16 +55,14 @@ class Setting:
         params = drafters.init(drafter, self.engine.mesh, jax.random.key(3), "float64", ids)
         self.state = drafter_recipe.create(params, self.recipe)
         replay = ReplayConfig(width=32, max_bytes=10**6, held_out=4)
-        values, self.groups = (
-            {"bound": 10.0, "floor": 3} | changes,
-            dict(enumerate(self.engine.groups)),
-        )
+        self.groups = dict(enumerate(self.engine.groups))
         self.trainer = IdleTraining(
-            merge.DeviceCopies(self.recipe, self.groups),
+            Copies(self.recipe, self.groups),
             {index: Replay(replay, index, mesh) for index, mesh in self.groups.items()},
-            self.engine.programs, partial(MicroStep, recipe=self.recipe), **values,
+            self.engine.programs, partial(MicroStep, recipe=self.recipe), bound=10.0,
         )  # fmt: skip
-        self.results, self.metrics, self.idle = [], [], 9.0
+        self.trainer.keep_alive = partial(self.trainer.keep_alive, least=least)
+        self.results, self.metrics = [], []
 
     def step(self, trains: bool = True) -> None:
         prompts = [np.asarray(prompt, np.int32) for prompt in tiny.PROMPTS]
@@ -82,7 +78,8 @@ class Setting:
         self.results.append(result)
         if trains:
             seconds = result.stats["seconds"]
-            self.state, metrics = self.trainer.end(self.state, seconds, self.idle, 0.0, 5)
+            self.state, metrics = self.trainer.end(self.state, seconds)
+            self.trainer.activate()
             self.metrics.append(metrics)
 
 
@@ -111,7 +108,7 @@ def test_the_drafter_learns_and_no_answer_changes(kind, data, model):
         assert tiny.answers(one) == tiny.answers(other)
         for a, b in zip(one.completions, other.completions, strict=True):
             np.testing.assert_array_equal(a.logprobs, b.logprobs)
-    assert setting.metrics[0]["drafter/steps"] == 0, "the duration of rollouts is unknown at first"
+    assert setting.metrics[0]["drafter/steps"] == 0, "it is not active yet"
     for metrics in setting.metrics[1:]:
         assert metrics["drafter/steps"] >= 3 * data and metrics["drafter/tokens"] > 0
         assert 0 < metrics["drafter/acceptance"] < 1 and metrics["drafter/replay_tokens"] > 0
@@ -137,38 +134,11 @@ def test_a_micro_step_updates_only_its_groups_copy_and_measures_without_learning
     expected, metrics = update(jax.device_get(state), policy, batch)
     piece = trainer.piece(1, idle.FIRST_TOKENS)
     for learns, wanted in ((False, state), (True, expected)):
-        copies = merge.programs(setting.recipe).spread(state)
-        copy = merge.parts(copies, setting.groups.values())[1]
+        copy = trainer.on_devices.spread(state)[1]
         found, measured = setting.engine.programs.get(piece)(copy, policy, batch, np.bool_(learns))
         np.testing.assert_allclose(measured["loss"], metrics["loss"], rtol=1e-9)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(np.asarray(a)[0], np.asarray(b), rtol=1e-7, atol=1e-12)
-
-
-def test_nothing_is_trained_or_compiled_that_cannot_pay_off_in_the_run(monkeypatch):
-    setting = Setting(floor=0)
-    monkeypatch.setattr(idle, "GAIN", 1e-9)
-    for _ in range(3):
-        setting.step()
-    assert not setting.trainer.is_active
-    assert not any(isinstance(one.program, MicroStep) for one in setting.engine.programs.compiles)
-    monkeypatch.setattr(idle, "GAIN", 1e9)
-    setting.trainer.least_idle, setting.idle = 0.5, 0.4
-    setting.step()
-    assert not setting.trainer.is_active, "no group is idle for long enough"
-    setting.idle, setting.trainer.starting = 0.6, lambda: math.inf
-    setting.step()
-    assert not setting.trainer.is_active, (
-        "the rollout's programs take too long to be compiled again"
-    )
-    setting.trainer.starting, setting.trainer.is_idle_used = lambda: 1.0, False
-    setting.step()
-    assert not setting.trainer.is_active, "a deterministic run cannot start it by the clock"
-    setting.trainer.is_idle_used = True
-    setting.step()
-    setting.step()
-    assert setting.trainer.is_active
-    assert any(isinstance(one.program, MicroStep) for one in setting.engine.programs.compiles)
 
 
 def test_the_expected_compile_time_of_a_micro_step_grows_with_its_unrolled_steps():
@@ -201,7 +171,7 @@ def test_the_size_of_a_micro_step_follows_its_seconds():
 
 def test_the_merge_leaves_out_a_failed_group_and_has_the_others(caplog, monkeypatch):
     """Group 1 of 2 raises in its second micro-step of every step: the merge is group 0's copy, and training continues."""
-    setting, merges, merged = Setting(), [], merge.merged
+    setting, merges, merged = Setting(), [], Copies.merged
     trainer = setting.trainer
     done = trainer.done
 
@@ -211,11 +181,11 @@ def test_the_merge_leaves_out_a_failed_group_and_has_the_others(caplog, monkeypa
             raise jax.errors.JaxRuntimeError("INTERNAL: a card fell off the bus")
         done(group, least, most)
 
-    def recorded(copies, tokens, recipe):
+    def recorded(self, copies, tokens):
         merges.append((jax.device_get(copies[0]), tokens))
-        return merged(copies, tokens, recipe)
+        return merged(self, copies, tokens)
 
-    monkeypatch.setattr(merge, "merged", recorded)
+    monkeypatch.setattr(Copies, "merged", recorded)
     trainer.done = fails
     for _ in range(4):
         setting.step()
@@ -238,7 +208,7 @@ def test_a_small_micro_step_has_a_smaller_learning_rate(tokens, share):
 
 
 def test_while_training_is_paused_only_held_out_sequences_are_measured():
-    setting = Setting(floor=2)
+    setting = Setting(least=2)
     setting.step()
     setting.trainer.budget = replace(setting.trainer.budget, best=1.5, is_paused=True)
     setting.step()
@@ -249,21 +219,3 @@ def test_while_training_is_paused_only_held_out_sequences_are_measured():
     assert setting.metrics[-1]["drafter/steps"] > 0 and not same(
         before.params, setting.state.params
     )
-
-
-def test_a_drop_of_the_accept_length_without_idle_time_makes_every_group_train():
-    setting = Setting(floor=0, rescue=2)
-    setting.step()
-    setting.trainer.pays_off = True
-    prompts = [np.asarray(prompt, np.int32) for prompt in tiny.PROMPTS]
-    request = setting.engine.request(
-        prompts, tiny.SAMPLES, tiny.PLAIN, tiny.LIMIT, stream=TRAIN_STREAM, step=1, rollouts_left=5
-    )
-    setting.trainer.least_idle = 1e9
-    high, low = [(4.0, 0), (4.2, 0)] * 4, [(3.0, 0)] * 3  # three low steps may still be chance
-    for accept_length, steps in [*high, *low, (0.0, 0), (3.0, 4)]:
-        setting.trainer.begin(1, request, setting.weights, setting.state)
-        background = setting.trainer.background_work()
-        setting.engine.run(request, setting.weights, **background)
-        _, metrics = setting.trainer.end(setting.state, 1.0, 0.0, accept_length, 5)
-        assert metrics["drafter/steps"] == steps

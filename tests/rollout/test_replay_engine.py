@@ -10,16 +10,14 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.drafter.replay import Replay, ReplayConfig
 
 
-@pytest.mark.parametrize("kind, data, model, place", [
-    ("eagle3", 1, 2, "device"), ("eagle", 2, 1, "host"),
-])  # fmt: skip
-def test_drawn_texts_have_the_features_of_a_fresh_forward(x64, kind, data, model, place):
+@pytest.mark.parametrize("kind, data, model", [("eagle3", 1, 2), ("eagle", 2, 1)])  # fmt: skip
+def test_drawn_texts_have_the_features_of_a_fresh_forward(x64, kind, data, model):
     engine, weights = harvests.engine_of(kind, data, model, captures_states=True)
     prompts = [np.asarray(prompt, np.int32) for prompt in harvests.tiny.PROMPTS]
     request = engine.request(
         prompts, harvests.tiny.SAMPLES, harvests.tiny.PLAIN, harvests.tiny.LIMIT, stream=harvests.TRAIN_STREAM, step=0,
     )  # fmt: skip
-    config = ReplayConfig(8, 10**6, place)
+    config = ReplayConfig(8, 10**6)
     replays = [
         Replay(config, group, meshes.data_group(engine.mesh, group)) for group in range(data)
     ]

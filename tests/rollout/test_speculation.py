@@ -17,10 +17,10 @@ import pytest
 import tiny_engine as tiny
 
 from tlt_jax.config.schema import Speculation
+from tlt_jax.data.packing import PackedRows
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.drafter import (
-    batch as drafter_batch,
     recipe as drafter_recipe,
     update as drafter_update,
 )
@@ -73,15 +73,9 @@ def trained() -> drafters.DrafterParams:
     ones = np.ones((8, 32), np.int32)
     for _ in range(UPDATES):
         texts = random.integers(0, tiny.MODEL.vocab_size, ones.shape, np.int32)
-        rows = {
-            "tokens": texts,
-            "positions": np.arange(32, dtype=np.int32) * ones,
-            "segments": ones,
-            "loss_mask": ones > 0,
-        }
-        state, _ = drafter_update.program(recipe)(
-            state, policy, drafter_batch.make_batch(rows, mesh)
-        )
+        positions = np.arange(32, dtype=np.int32) * ones
+        rows = PackedRows(texts, positions, ones, is_answer=ones > 0)
+        state, _ = drafter_update.program(recipe)(state, policy, drafter_update.on_mesh(rows, mesh))
     return jax.device_get(state.params)
 
 

@@ -19,7 +19,7 @@ from tlt_jax.simulate.cost_table import CostTable, Row, normal
 from tlt_jax.simulate.lengths import LogNormal
 from tlt_jax.simulate.run import SimulatedRun, World
 from tlt_jax.spec_decode.strategy import NGRAM, PLAIN, parse
-from tlt_jax.train import speculation_metrics
+from tlt_jax.train import step_metrics
 
 CONFIG = """
 run: runs/none
@@ -75,7 +75,7 @@ def folder(tmp_path_factory):
         (path / name).mkdir()
     for number in range(1, STEPS + 1):
         step = one.step()
-        chunks = [asdict(speculation_metrics.line(each)) for each in results[-1].measurements]
+        chunks = [asdict(step_metrics.line(each)) for each in results[-1].measurements]
         answers = [
             {"uid": each.uid, "group": each.prompt, "length": len(each.tokens), "finish": each.finish}
             for each in results[-1].completions

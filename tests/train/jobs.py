@@ -29,7 +29,7 @@ class Job:
         self, config: Config, processes: int = 1, module: str = "tlt_jax.train", *, port: int | None = None,
         by_launcher: bool = False, place: Path | None = None, **environment: str,
     ):  # fmt: skip
-        self.config, self.by_launcher = config, by_launcher
+        self.config, self.by_launcher, self.module = config, by_launcher, module
         self.place = place or Path(config.run)
         path = self.yaml
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ class Job:
                 command = (folder / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if b"tlt_jax.train" in command and wanted in command:
+            if self.module.encode() in command and wanted in command:
                 if f"JAX_PROCESS_ID={index}".encode() in environment:
                     return int(folder.name)
         raise AssertionError(f"process {index} is not running: {self.all_said}")

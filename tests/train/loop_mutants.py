@@ -36,33 +36,36 @@ def dealt_to_the_next(advantages):
 def dealt_in_the_order_of_packing(spread):
     """Advantages and weights are placed on the longest answer first, as answers are packed."""
 
-    def placed(packed, values):
-        order = np.argsort(-packed.answer_lengths, kind="stable")
-        return spread(packed, np.asarray(values)[np.argsort(order)])
+    def placed(spans, values):
+        order = np.argsort(-spans.lengths, kind="stable")
+        return spread(spans, np.asarray(values)[np.argsort(order)])
 
     return placed
 
 
-def of_the_first_minibatch(make_batch):
+def of_the_first_minibatch(spread):
     """Every minibatch gets the advantages of the first one."""
+    first = []
 
-    def make(config, recipe, prompts, rollout, advantages, part):
-        first = np.resize(advantages[: len(part)], len(advantages))
-        return make_batch(config, recipe, prompts, rollout, first, part)
+    def placed(spans, values):
+        if min(values) < 0:  # advantages
+            first.append(values)
+            values = np.resize(first[0], len(values))
+        return spread(spans, values)
 
-    return make
+    return placed
 
 
 def without_last_tokens(make_batch):
     """The last token of every answer has weight 0."""
 
-    def make(packed, mesh, longest, weights, advantages, recorded=None, **marks):
-        batch = make_batch(packed, mesh, longest, weights, advantages, recorded, **marks)
-        kept = packed.spread(weights)
-        for (step, row, first), length in zip(packed.spans, packed.answer_lengths, strict=True):
+    def make(packed, recipe, weights, *rest):
+        batch, spans = make_batch(packed, recipe, weights, *rest), packed[1]
+        kept = spans.spread(weights)
+        for (step, row, first), length in zip(spans.places, spans.lengths, strict=True):
             kept[step, row, first + length - 1] = 0
         return [
-            rows.replace(weights=jax.device_put(part, rows.weights.sharding))
+            rows._replace(weights=jax.device_put(part, rows.weights.sharding))
             for rows, part in zip(batch, kept, strict=True)
         ]
 
@@ -110,7 +113,7 @@ def misread(value: Any, knobs: dict) -> Any:
     """A configuration, or a copy of an object that has one, with other values of some knobs."""
     if isinstance(value, Config):
         return spoil(value, knobs)
-    for name in ("config", "setup"):
+    for name in ("config", "run"):
         if isinstance(getattr(value, name, None), Config | Setup):
             value = copy.copy(value)
             object.__setattr__(value, name, misread(getattr(value, name), knobs))

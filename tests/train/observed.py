@@ -15,11 +15,11 @@ import pytest
 
 from tlt_jax import cli
 from tlt_jax.config import Config, load as configuration
+from tlt_jax.data.packing import PackedRows
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.train import loop, policy_update
-from tlt_jax.train.policy_batch import Rows
 from tlt_jax.train.policy_update import PolicyState
 
 TINY = {
@@ -59,7 +59,7 @@ class Updated:
     """
 
     before: PolicyState
-    batch: Rows
+    batch: PackedRows
     after: PolicyState
     metrics: dict[str, float]
     jaxpr: Any

@@ -15,10 +15,9 @@ from tlt_jax.metrics import Writer, names
 from tlt_jax.rewards import Scorer
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.simulate.simulator import VirtualClock
-from tlt_jax.train import accounts, loop, run_state, step_metrics
+from tlt_jax.train import accounts, batch as batches, loop, run_state, step_metrics
 from tlt_jax.train.accounts import COMPILATION, COMPILING, Span, Stopwatch, merged
 from tlt_jax.train.evaluation import Evaluator
-from tlt_jax.train.minibatches import PolicyTraining
 
 TRACING, LOWERING, *_ = COMPILING
 
@@ -117,7 +116,7 @@ COSTS = {
     (run_state, "save"): 4,
     (Engine, "run"): 8,
     (Scorer, "collect"): 16,
-    (PolicyTraining, "update"): 32,
+    (batches, "pack"): 32,
     (step_metrics, "of_rollout"): 64,
     (step_metrics, "records"): 128,
     (Writer, "step"): 256,

@@ -10,6 +10,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from idle_process import LEAST, groups_train
 from jobs import run_until
 from training_runs import (
     assert_equal,
@@ -52,8 +53,6 @@ ADAPTIVE = UNEVEN | {
     "speculation.drafter": "adaptive",
     "speculation.strategies": ["2_1_3", "2_2_4"],
     "drafter_training.share": 0.0,
-    "idle_training.floor": 3,
-    "idle_training.least_idle_s": 0.0,
     "idle_training.learning_rate": 0.01,
 }
 
@@ -73,8 +72,15 @@ def adaptive(configure, shared):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adaptive_run, "HELD_OUT", 2)  # of six sequences a step
         patch.setattr(adaptive_run, "WINDOW", 32)
+        groups_train(patch)
         assert loop.train(config) == cli.DONE
     return config
+
+
+@pytest.fixture(autouse=True)
+def trains(monkeypatch):
+    """Idle groups train in every step."""
+    groups_train(monkeypatch)
 
 
 def recipe_of(config: Config) -> Recipe:
@@ -99,7 +105,7 @@ def test_training_the_drafter_changes_no_bit_of_the_policy(plain, adaptive):
     measured = events(adaptive)
     trained = dict(measured["drafter/steps"])
     assert trained[1] == 0, "the seconds of a rollout are not known yet"
-    assert all(trained[step] >= 2 * ADAPTIVE["idle_training.floor"] for step in (2, 3, 4))
+    assert all(trained[step] >= 2 * LEAST for step in (2, 3, 4))
     assert all(value > 0 for step, value in measured["drafter/tokens"] if step > 1)
     assert {name for name in measured if name.startswith("idle/")} == {
         "idle/ratio", "idle/used_ratio", "idle/delay_s",
@@ -250,9 +256,9 @@ def test_a_drafter_that_diverges_is_dropped_and_the_last_good_one_stays(
 def test_what_the_run_cannot_pay_back_is_neither_compiled_nor_captured(
     configure, plain, tmp_path, monkeypatch
 ):
+    monkeypatch.undo()
     used = uses_of_learned(monkeypatch)
-    knobs = {"idle_training.floor": 0, "checkpoint.export": True}
-    config = configure(tmp_path / "run", ADAPTIVE | knobs)
+    config = configure(tmp_path / "run", ADAPTIVE | {"checkpoint.export": True})
     assert loop.train(config) == cli.DONE
     same_policy(config, plain)
     assert max(value for _, value in events(config)["drafter/steps"]) == 0
@@ -268,6 +274,7 @@ def test_what_the_run_cannot_pay_back_is_neither_compiled_nor_captured(
 def test_a_drafter_of_a_directory_drafts_from_the_first_step(
     adaptive, plain, configure, tmp_path, monkeypatch
 ):
+    monkeypatch.undo()
     used = uses_of_learned(monkeypatch)
     offered, choose = set(), Planner.decide
     monkeypatch.setattr(
@@ -275,7 +282,7 @@ def test_a_drafter_of_a_directory_drafts_from_the_first_step(
         lambda self, *given: (offered.update(self.tuner.usable(self.state, 3, 1)), choose(self, *given))[1],
     )  # fmt: skip
     start = {"drafter_training.start": str(run_folder.drafter_export(adaptive))}
-    config = configure(tmp_path / "run", ADAPTIVE | start | {"idle_training.floor": 0})
+    config = configure(tmp_path / "run", ADAPTIVE | start)
     priors, update_prior = [], goodput.update_prior
     monkeypatch.setattr(
         goodput, "update_prior",
@@ -283,7 +290,11 @@ def test_a_drafter_of_a_directory_drafts_from_the_first_step(
     )  # fmt: skip
     assert loop.train(config) == cli.DONE
     same_policy(config, plain)
-    assert used == [True] and {arm.drafter for arm in offered} == {"ngram", "learned", "merged"}
+    assert set(used) == {True} and {arm.drafter for arm in offered} == {
+        "ngram",
+        "learned",
+        "merged",
+    }
     known = events(adaptive)["drafter/acceptance"][-1][1]
     assert priors[0]["learned"][0] == pytest.approx(known), (
         "the last measurement of the earlier run"

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toy_rewards
+from objectives import algorithm
 
 import tlt_jax
 from tlt_jax import cli, run_folder
@@ -23,7 +24,6 @@ from tlt_jax.data import tasks
 from tlt_jax.errors import ConfigError, UserError
 from tlt_jax.rewards import Scorer
 from tlt_jax.train import loop
-from tlt_jax.train.recipe import Objective
 from tlt_jax.tuner.fixed import fixed
 
 ROOT = Path(tlt_jax.__file__).parents[1]
@@ -58,7 +58,7 @@ def test_a_function_of_a_module_is_its_name_and_any_other_keeps_its_function():
     assert local == "<local>:mine" and extension.load("knob", local) is mine
     assert extension.named("knob", in_this_file("mine")) != local, "another function of the name"
     assert extension.named("knob", mine) == local and hash(local) == hash("<local>:mine")
-    assert Objective(loss=local) != Objective(loss=extension.named("knob", in_this_file("mine")))
+    assert algorithm(loss=local) != algorithm(loss=extension.named("knob", in_this_file("mine")))
     for copy in (pickle.loads(pickle.dumps(local)), str(local)):
         assert copy == local and type(copy) is str
 
@@ -71,9 +71,9 @@ def test_all_functions_of_a_run_are_used_and_its_configuration_can_be_read(tmp_p
         called.add("reward")
         return {"score": float(len(completion)), "seven": 7.0}
 
-    def loss(tokens, clip_low, clip_high):
+    def loss(rows, clip_low, clip_high):
         called.add("loss")
-        return -tokens.advantages * tokens.logprobs
+        return -rows.advantages * rows.update_logprobs
 
     def tuner(strategies):
         called.add("tuner")
@@ -240,7 +240,7 @@ def needs_one(one):
     ({"data.train": int, "reward.terms": {"exact": 1.0}}, "data.train 'builtins:int' gave a int: return or yield"),
     ({"speculation.tuner": lambda: None}, "has no name"),
     ({"speculation.tuner": needs_one}, "speculation.tuner"),
-    ({"algorithm.loss": needs_one}, "algorithm.loss 'test_callables:needs_one' is called as loss(tokens: tlt_jax."),
+    ({"algorithm.loss": needs_one}, "algorithm.loss 'test_callables:needs_one' is called as loss(rows: tlt_jax."),
     ({"data.task": needs_one}, "data.task_args {} do not fit 'test_callables:needs_one': missing"),
 ])  # fmt: skip
 def test_a_function_that_takes_or_returns_something_else_is_one_line(tmp_path, given, message):

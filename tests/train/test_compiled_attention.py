@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from objectives import algorithm
 
 from tlt_jax.distributed.mesh import make_mesh, sharding
 from tlt_jax.distributed.topology import describe
@@ -15,8 +16,8 @@ from tlt_jax.models import architecture, transformer
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.optimizer import Adam
 from tlt_jax.plan.launches import collectives
-from tlt_jax.train import policy_batch, policy_update
-from tlt_jax.train.recipe import Objective, Recipe
+from tlt_jax.train import batch as batches, policy_update
+from tlt_jax.train.policy_update import Recipe
 
 T, BLOCK = 2048, 640
 MODEL = ModelConfig(
@@ -43,10 +44,11 @@ def compiled(topology: str, data: int, model: int):
     """The program of an accumulation step with a row for every data group."""
     mesh = make_mesh(data, model, describe(topology).devices)
     recipe = Recipe(
-        MODEL, mesh, Adam(1e-3, 10), Objective(), "float32", "bfloat16", ("full",) * MODEL.num_layers, logits_chunk=512,
+        MODEL, mesh, Adam(1e-3, 10), algorithm(), compute_dtype="bfloat16",
+        remat=("full",) * MODEL.num_layers, logits_chunk=512,
         attention_block=BLOCK,
     )  # fmt: skip
-    rows = policy_batch.abstract_rows(mesh, data, T, ("recorded",))
+    rows = batches.abstract_rows(mesh, data, T, ("rollout_logprobs",))
     sums, params = (
         policy_update.abstract_sums(recipe, rows),
         policy_update.abstract_state(recipe).params,

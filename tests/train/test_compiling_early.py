@@ -10,10 +10,10 @@ import pytest
 from training_runs import assert_equal, completions, events, preempt, raise_at, state_of
 
 from tlt_jax import cli
+from tlt_jax.data.packing import PackedRows
 from tlt_jax.rollout.executables import compilation
 from tlt_jax.rollout.executables.background import Background
 from tlt_jax.train import loop, policy_update, sft
-from tlt_jax.train.policy_batch import Rows
 
 UPDATE = {"empty", "accumulate", "apply", "score"}
 MANY = {"train.steps": 2, "eval.every": 0, "checkpoint.every": 2, "rollout.compile_cache": "off"}
@@ -83,8 +83,10 @@ def test_rows_of_another_kind_than_expected_compile_in_the_update(
     forget()
     real = policy_update.update
 
-    def without_recorded(programs, state, batch: list[Rows], step, base):
-        return real(programs, state, [rows.replace(recorded=None) for rows in batch], step, base)
+    def without_recorded(programs, state, batch: list[PackedRows], step, base):
+        return real(
+            programs, state, [rows._replace(rollout_logprobs=None) for rows in batch], step, base
+        )
 
     monkeypatch.setattr(policy_update, "update", without_recorded)
     config = configure(tmp_path / "run", MANY | {"train.steps": 1, "checkpoint.every": 0})

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from idle_process import groups_train
 from jobs import Job
 from training_runs import (
     assert_equal,
@@ -40,8 +41,6 @@ ADAPTIVE_KNOBS = {
     "speculation.drafter": "adaptive",
     "speculation.strategies": ["2_1_3"],
     "drafter_training.share": 0.0,
-    "idle_training.floor": 1,
-    "idle_training.least_idle_s": 0.0,
 }
 
 
@@ -148,6 +147,7 @@ def test_drafts_rows_slow_rewards_and_idle_training_change_no_bit(
     run, monkeypatch, name, knobs, seconds
 ):
     monkeypatch.setenv("TOY_REWARD_SECONDS", seconds)
+    groups_train(monkeypatch, least=1)
     ours, plain = run(name, knobs), run("keep")
     assert completions(ours) == completions(plain)
     assert_equal(state_of(ours, STEPS).params, state_of(plain, STEPS).params)

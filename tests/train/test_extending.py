@@ -13,15 +13,16 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from objectives import algorithm
 from training_runs import events
 
 import tlt_jax
 from tlt_jax import cli
 from tlt_jax.config import Config, changes, load as configuration
+from tlt_jax.data.packing import PackedRows
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.rewards import Scorer
-from tlt_jax.train import loop, losses, policy_loss
-from tlt_jax.train.objective import Objective
+from tlt_jax.train import loop, losses
 
 ROOT = Path(tlt_jax.__file__).parents[1]
 BLOCKS = re.findall(
@@ -156,9 +157,11 @@ def test_the_loss_of_the_page_has_the_gradient_worked_by_hand_and_trains():
     log_ratios = jnp.log(jnp.array([[1.2, 0.9, 2.0, 1.1]]))
     old, mask = jnp.full((1, 4), -1.0), jnp.ones((1, 4), bool)
     advantages, segments = jnp.array([[-1.0, -1.0, 1.0, 1.0]]), jnp.array([[1, 1, 2, 2]])
-    tokens = losses.Tokens(old + log_ratios, old, None, advantages, segments, mask)
-    objective = Objective(clip_low=0.4, clip_high=0.4, loss="my_losses:gmpo")
-    found = policy_loss.slope(objective, tokens, mask * 1.0)
+    rows = PackedRows(
+        segments, segments, segments, weights=mask * 1.0, advantages=advantages, old_logprobs=old,
+        update_logprobs=old + log_ratios,
+    )  # fmt: skip
+    found = losses.slope(algorithm(clip_low=0.4, clip_high=0.4, loss="my_losses:gmpo"), rows)
     first, second = np.sqrt(1.2 * 0.9), np.sqrt(np.exp(0.4) * 1.1)
     assert float(found.loss) == pytest.approx(2 * first - 2 * second, rel=1e-6)
     np.testing.assert_allclose(found.grads, [[first, first, 0.0, -second]], rtol=1e-6)
@@ -190,13 +193,13 @@ def older(logprobs, old_logprobs, advantages, clip_low, clip_high):
     return logprobs
 
 def mean(tokens, low, high):
-    return tokens.logprobs.mean()
+    return tokens.update_logprobs.mean()
 
 def pair(tokens, low, high):
-    return tokens.logprobs, tokens.mask
+    return tokens.update_logprobs, tokens.mask
 
 def branches(tokens, low, high):
-    return tokens.logprobs if tokens.advantages.sum() > 0 else tokens.old_logprobs
+    return tokens.update_logprobs if tokens.advantages.sum() > 0 else tokens.old_logprobs
 
 def counts(tokens, low, high):
     return tokens.segments
@@ -225,11 +228,11 @@ MISTAKES = [
     ("--data.train", "wrong:no_rows", "wrong:no_rows: the function yields no rows: yield one mapping per row"),
     ("--data.train", "wrong:texts", "wrong:texts:1: not a dict (str): yield {column: value, ...}"),
     ("--algorithm.loss", "wrong:missing", "algorithm.loss 'wrong:missing': module 'wrong' has no function"),
-    ("--algorithm.loss", "wrong:one_argument", "is called as loss(tokens: tlt_jax.train.losses.Tokens, clip_low, clip_high),"),
+    ("--algorithm.loss", "wrong:one_argument", "is called as loss(rows: tlt_jax.data.packing.PackedRows, clip_low, clip_high)"),
     ("--algorithm.loss", "wrong:older", "takes other arguments (missing a required argument: 'clip_low'): the arrays that it"),
     ("--algorithm.loss", "wrong:branches", "JAX cannot trace or differentiate it: Attempted boolean conversion of traced"),
     ("--algorithm.loss", "wrong:counts", "JAX cannot trace or differentiate it: grad requires real"),
-    ("--algorithm.loss", "wrong:misspelt", "differentiate it: 'Tokens' object has no attribute 'log_probs'"),
+    ("--algorithm.loss", "wrong:misspelt", "differentiate it: 'PackedRows' object has no attribute 'log_probs'"),
     ("--algorithm.loss", "wrong:mean", "gave shape () for tokens of shape (2, 3): return an array with the loss of each"),
     ("--algorithm.loss", "wrong:pair", "gave a tuple for tokens of shape (2, 3)"),
     ("--speculation.tuner", "wrong:no_tuner", "speculation.tuner 'wrong:no_tuner' gave a dict: return a Tuner"),

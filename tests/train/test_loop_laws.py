@@ -18,8 +18,8 @@ from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import from_config, hf
 from tlt_jax.rollout import engine
-from tlt_jax.train import evaluation, minibatches
-from tlt_jax.train.minibatches import PolicyTraining
+from tlt_jax.train import batch as batches, evaluation
+from tlt_jax.train.trainer import Trainer
 
 SAMPLES, STEPS = 3, 8
 STILL = {
@@ -56,21 +56,15 @@ def still(tmp_path_factory) -> Callable[..., Run]:
     def run(folder: Path, seed: int = 0) -> Run:
         knobs = STILL | given | {"train.seed": seed}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(PolicyTraining, "update", nothing_learned)
+            patch.setattr(Trainer, "update_policy", nothing_learned)
             return observed.watched(observed.configure(folder, knobs))
 
     return run
 
 
-def nothing_learned(self, state, prompts, rollout, *_):
-    """In place of PolicyTraining.update: the same policy."""
-    count = len(rollout.completions)
-    return state, minibatches.Learned(
-        [{"empty_updates": 0, "tokens": 1, "loss": 0.0, "grad_norm": 0.0}],
-        np.zeros((1, count)),
-        np.zeros(count),
-        1.0,
-    )
+def nothing_learned(self, batch):
+    """In place of Trainer.update_policy: the same policy."""
+    return self.state.policy, [{"empty_updates": 0, "tokens": 1, "loss": 0.0, "grad_norm": 0.0}]
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +140,7 @@ def test_reward_rises(tmp_path):
 
 
 def test_a_flipped_sign_is_caught(tmp_path, monkeypatch):
-    plant(monkeypatch, minibatches, "answer_advantages", loop_mutants.flipped)
+    plant(monkeypatch, batches, "answer_advantages", loop_mutants.flipped)
     spoiled = observed.watched(observed.configure(tmp_path, ARMED))
     with pytest.raises(AssertionError):
         check_reward_rises(spoiled)

@@ -24,13 +24,12 @@ from pairwise import marked
 from tlt_jax import optimizer
 from tlt_jax.config import Config
 from tlt_jax.data import dataset as datasets
-from tlt_jax.data.packing import Packed
+from tlt_jax.data.packing import Spans
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout import engine
-from tlt_jax.train import evaluation, health, minibatches, policy_batch
+from tlt_jax.train import batch as batches, evaluation, health
 from tlt_jax.train.evaluation import Evaluator
-from tlt_jax.train.minibatches import PolicyTraining
-from tlt_jax.train.recipe import Recipe
+from tlt_jax.train.policy_update import Recipe
 from tlt_jax.train.trainer import Trainer
 
 KNOBS = {
@@ -120,13 +119,13 @@ OF_ROLLOUTS = [
     (Evaluator, "evaluate", reading(eval__correct_at=1.0), check_scores),
 ]
 OF_BATCHES = [
-    (minibatches, "answer_advantages", loop_mutants.flipped, check_batches),
-    (minibatches, "answer_advantages", loop_mutants.dealt_to_the_next, check_batches),
-    (Packed, "spread", loop_mutants.dealt_in_the_order_of_packing, check_batches),
-    (minibatches, "make_batch", loop_mutants.of_the_first_minibatch, check_batches),
-    (policy_batch, "make_batch", loop_mutants.without_last_tokens, check_batches),
-    (PolicyTraining, "update", reading(algorithm__advantage="grpo"), check_batches),
-    (PolicyTraining, "update", reading(algorithm__aggregation="token_mean"), check_batches),
+    (batches, "answer_advantages", loop_mutants.flipped, check_batches),
+    (batches, "answer_advantages", loop_mutants.dealt_to_the_next, check_batches),
+    (Spans, "spread", loop_mutants.dealt_in_the_order_of_packing, check_batches),
+    (Spans, "spread", loop_mutants.of_the_first_minibatch, check_batches),
+    (batches, "make_batch", loop_mutants.without_last_tokens, check_batches),
+    (batches, "pack", reading(algorithm__advantage="grpo"), check_batches),
+    (batches, "pack", reading(algorithm__aggregation="token_mean"), check_batches),
 ]
 OF_UPDATES = [
     (Recipe, "of", reading(rollout__temperature=1.0), check_losses),

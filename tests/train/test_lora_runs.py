@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from idle_process import groups_train
 from jobs import Job
 from test_adaptive_runs import ADAPTIVE, UNEVEN, same_policy
 from training_runs import (
@@ -180,8 +181,11 @@ def test_a_run_of_all_weights_exports_no_adapters(trained):
         export.export_adapter(whole, Path(config.run), Path("out"))
 
 
-def test_a_drafter_learns_from_the_policy_with_adapters_and_changes_no_bit(configure, tmp_path):
+def test_a_drafter_learns_from_the_policy_with_adapters_and_changes_no_bit(
+    configure, tmp_path, monkeypatch
+):
     """On idle groups and from rows of the update, for which the features are those of the policy with its adapters."""
+    groups_train(monkeypatch)
     knobs = LORA | {"train.steps": 3}
     plain = configure(tmp_path / "plain", UNEVEN | knobs)
     adaptive = configure(tmp_path / "adaptive", ADAPTIVE | knobs | {"drafter_training.share": 0.5})

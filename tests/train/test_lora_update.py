@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from loop_updates import equations
+from objectives import algorithm
 from test_policy_update import (
     FULL,
     MODEL,
@@ -23,7 +24,7 @@ from tlt_jax.config import load as configuration, schema
 from tlt_jax.config.load import SHIPPED
 from tlt_jax.config.schema import LORA_TARGETS
 from tlt_jax.data import packing
-from tlt_jax.data.packing import Example
+from tlt_jax.data.packing import Example, PackedRows
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.models import architecture, kv_cache, lora, low_rank, transformer
@@ -32,9 +33,8 @@ from tlt_jax.models.lora import Adapters
 from tlt_jax.models.low_rank import Lora
 from tlt_jax.optimizer import Adam
 from tlt_jax.plan import programs as planned_programs
-from tlt_jax.train import memory, policy_batch, policy_update, remat
-from tlt_jax.train.objective import Objective
-from tlt_jax.train.recipe import Recipe
+from tlt_jax.train import batch as batches, memory, policy_update
+from tlt_jax.train.policy_update import Recipe
 
 LORA = Lora(rank=3, alpha=6.0, targets=LORA_TARGETS)
 LAYERS = replace(MODEL, num_layers=3)
@@ -91,9 +91,12 @@ def test_a_gradient_is_that_of_all_weights_projected_and_sums_over_steps(mesh, l
     base, adapters = adapted(recipe)
     whole = merged(recipe, base, adapters)
     (rows,) = batch_of(full, rows=16)
-    given = {"old": rows.recorded, "reference": rows.recorded}
-    expected = accumulated(full, whole, [rows.replace(**given)])
-    steps = [one.replace(old=one.recorded, reference=one.recorded) for one in batch_of(recipe)]
+    given = {"old_logprobs": rows.rollout_logprobs, "reference_logprobs": rows.rollout_logprobs}
+    expected = accumulated(full, whole, [rows._replace(**given)])
+    steps = [
+        one._replace(old_logprobs=one.rollout_logprobs, reference=one.rollout_logprobs)
+        for one in batch_of(recipe)
+    ]
     assert len(steps) > 1
     found = accumulated(recipe, lora.applied(base, adapters), steps)
     assert float(found.loss) == pytest.approx(float(expected.loss), rel=1e-10)
@@ -133,7 +136,7 @@ def test_an_update_moves_adapters_alone_by_the_rule_of_adam(x64):
 
 def step_of(recipe: Recipe, rows: int = 4, tokens: int = 128):
     """Abstract arguments of an accumulation step."""
-    given = policy_batch.abstract_rows(recipe.mesh, rows, tokens, ("recorded",))
+    given = batches.abstract_rows(recipe.mesh, rows, tokens, ("rollout_logprobs",))
     sums = policy_update.abstract_sums(recipe, given)
     return sums, policy_update.abstract_policy(recipe), given
 
@@ -244,7 +247,7 @@ TRAINED = replace(
 STEPS = (0, 1, 10, 50)
 
 
-def sampled(recipe: Recipe, params: Params, rows: policy_batch.Rows) -> list[jax.Array]:
+def sampled(recipe: Recipe, params: Params, rows: PackedRows) -> list[jax.Array]:
     """Log-probs of the answers as a rollout has them: of tree nodes, each the child of the last, and of whole prompts."""
     B, T = rows.tokens.shape
     model, dtype = recipe.model, recipe.compute_dtype
@@ -285,7 +288,7 @@ def test_the_rollout_samples_the_policy_that_is_trained(adapters, dtype, x64):
     """
     recipe = recipe_of(param_dtype="float32", compute_dtype=dtype, lora=adapters)
     rate = 2e-5 if adapters else 2e-6
-    recipe = replace(recipe, model=TRAINED, adam=Adam(rate, 50), objective=Objective())
+    recipe = replace(recipe, model=TRAINED, adam=Adam(rate, 50), algorithm=algorithm())
     random = np.random.default_rng(0)
 
     def draw(leaf):
@@ -296,7 +299,7 @@ def test_the_rollout_samples_the_policy_that_is_trained(adapters, dtype, x64):
     ]
     packed = packing.pack(examples, 32, 64, 1)
     weights, advantages = np.full(64, 1 / 1536), random.normal(size=64)
-    batch = policy_batch.make_batch(packed, recipe.mesh, None, weights, advantages, None)
+    batch = batches.make_batch(packed, recipe, weights, advantages)
     base = jax.tree.map(draw, policy_update.abstract_base(recipe)) if adapters else None
     if adapters:
         trained = lora.init(adapters, TRAINED, recipe.mesh, jax.random.key(0), "float32")
@@ -426,7 +429,7 @@ def test_the_estimate_bounds_what_the_compiled_update_of_adapters_needs():
     """As of all weights: by more than half of the truth nowhere."""
     model, config = replace(WIDE, num_layers=8, vocab_size=512), config_of()
     recipe = replace(Recipe.of(config, model, make_mesh(2, 2), 1), lora=Lora(8, 16.0, LORA_TARGETS))
-    kept, rest = remat.estimate(config, recipe)
+    kept, rest = memory.estimate(config, recipe)
     for level in ("full", "products"):
         one = replace(recipe, remat=(level,) * 8)
         lowered = policy_update.programs(one).accumulate.lower(*step_of(one, 4, 512))

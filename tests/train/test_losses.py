@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tlt_jax.data.packing import PackedRows
 from tlt_jax.train import losses
 from tlt_jax.train.advantages import (
     ADVANTAGES,
@@ -97,21 +98,22 @@ def test_token_weights_are_those_worked_by_hand(kind, weights):
         assert np.sum(lengths * weights) == pytest.approx(1.0)
 
 
-def tokens_of(new, old, advantages, recorded=None) -> losses.Tokens:
-    """Tokens of one row and answer with these probabilities."""
-    arrays = (jnp.log(jnp.asarray(part)) for part in (new, old))
-    recorded = None if recorded is None else jnp.log(jnp.asarray(recorded))
-    count = len(new)
-    return losses.Tokens(
-        *arrays, recorded, jnp.asarray(advantages), jnp.ones(count, int), jnp.ones(count, bool)
-    )
+def rows_of(new, old, advantages, rollout=None, segments=None) -> PackedRows:
+    """Rows of one answer, or of these segments, with these probabilities."""
+    new, old = (jnp.log(jnp.asarray(part)) for part in (new, old))
+    ones = jnp.ones(new.shape, int)
+    return PackedRows(
+        ones, ones, ones if segments is None else segments, weights=jnp.ones(new.shape),
+        advantages=jnp.asarray(advantages), update_logprobs=new, old_logprobs=old,
+        rollout_logprobs=None if rollout is None else jnp.log(jnp.asarray(rollout)),
+    )  # fmt: skip
 
 
-def value_and_slope(loss, tokens):
+def value_and_slope(loss, rows):
     """The loss of each token, and the gradient of their sum in the log-probs."""
-    found = loss(tokens)
-    gradient = jax.grad(lambda new: loss(tokens._replace(logprobs=new)).loss.sum())
-    return found, gradient(tokens.logprobs)
+    found = loss(rows)
+    gradient = jax.grad(lambda new: loss(rows._replace(update_logprobs=new)).loss.sum())
+    return found, gradient(rows.update_logprobs)
 
 
 RATIOS, ADVANTAGES_OF = np.array([1.5, 1.5, 0.5, 0.5, 1.1, 4.0]), [1.0, -1.0, 1.0, -1.0, 2.0, -1.0]
@@ -119,8 +121,8 @@ RATIO_TOKENS = dict(new=0.1 * RATIOS, old=np.full(6, 0.1), advantages=ADVANTAGES
 
 
 def test_clipped_loss_is_that_worked_by_hand_and_clipped_tokens_have_no_gradient():
-    tokens = tokens_of(**RATIO_TOKENS)
-    found, gradient = value_and_slope(lambda one: losses.policy_loss(one, 0.2, 0.3), tokens)
+    rows = rows_of(**RATIO_TOKENS)
+    found, gradient = value_and_slope(lambda one: losses.policy_loss(one, 0.2, 0.3), rows)
     np.testing.assert_allclose(found.loss, [-1.3, 1.5, -0.5, 0.8, -2.2, 4.0], rtol=1e-6)
     assert found.clipped_high.tolist() == [True, False, False, False, False, False]
     assert found.clipped_low.tolist() == [False, False, False, True, False, False]
@@ -132,9 +134,7 @@ def test_clipped_loss_is_that_worked_by_hand_and_clipped_tokens_have_no_gradient
 def test_at_ratio_1_the_gradient_is_that_of_reinforce_whatever_the_limits(name, limits):
     """A limit of 0 puts the bound on the ratio: there a token is not clipped, as in torch (clamp 1, halves of minimum)."""
     one, advantages = np.full((1, 4), 0.1), np.array([[1.0, -1.0, 2.5, -0.3]])
-    given = tokens_of(one, one, advantages)._replace(
-        segments=jnp.ones((1, 4), int), mask=jnp.ones((1, 4), bool)
-    )
+    given = rows_of(one, one, advantages)
     found, gradient = value_and_slope(lambda new: losses.BUILT_IN[name](new, *limits), given)
     np.testing.assert_array_equal(gradient, -given.advantages)
     np.testing.assert_array_equal(found.loss, -given.advantages)
@@ -142,19 +142,21 @@ def test_at_ratio_1_the_gradient_is_that_of_reinforce_whatever_the_limits(name, 
 
 
 def test_the_dual_clip_bounds_the_loss_of_negative_advantages_alone():
-    tokens = tokens_of(**RATIO_TOKENS)
-    found, gradient = value_and_slope(lambda one: losses.policy_loss(one, 0.2, 0.3, 3.0), tokens)
+    rows = rows_of(**RATIO_TOKENS)
+    found, gradient = value_and_slope(lambda one: losses.policy_loss(one, 0.2, 0.3, 3.0), rows)
     np.testing.assert_allclose(found.loss, [-1.3, 1.5, -0.5, 0.8, -2.2, 3.0], rtol=1e-6)
     np.testing.assert_allclose(gradient, [0.0, 1.5, -0.5, 0.0, -2.2, 0.0], rtol=1e-6)
     assert found.clipped_dual.tolist() == [False] * 5 + [True]
 
 
 def test_cispo_weighs_each_log_prob_by_the_clipped_ratio_and_keeps_every_gradient():
-    tokens = tokens_of(**RATIO_TOKENS)
-    found, gradient = value_and_slope(lambda one: losses.cispo_loss(one, 0.2, 0.3), tokens)
+    rows = rows_of(**RATIO_TOKENS)
+    found, gradient = value_and_slope(lambda one: losses.cispo_loss(one, 0.2, 0.3), rows)
     weights = np.array([1.3, 1.3, 0.8, 0.8, 1.1, 1.3])
     np.testing.assert_allclose(gradient, -weights * ADVANTAGES_OF, rtol=1e-6)
-    np.testing.assert_allclose(found.loss, -weights * ADVANTAGES_OF * tokens.logprobs, rtol=1e-6)
+    np.testing.assert_allclose(
+        found.loss, -weights * ADVANTAGES_OF * rows.update_logprobs, rtol=1e-6
+    )
     assert found.clipped_high.tolist() == [True, True, False, False, False, True]
     assert found.clipped_low.tolist() == [False, False, True, True, False, False]
 
@@ -162,20 +164,18 @@ def test_cispo_weighs_each_log_prob_by_the_clipped_ratio_and_keeps_every_gradien
 def test_extreme_ratios_leave_loss_and_gradient_finite():
     zeros, ones = jnp.zeros((1, 4)), jnp.ones((1, 4))
     advantages = jnp.array([[1.0, -1.0, 1.0, -1.0]])
-    tokens = losses.Tokens(
-        zeros, zeros, zeros, advantages, jnp.arange(1, 5)[None], ones.astype(bool)
-    )
+    rows = rows_of(ones, ones, advantages, ones, jnp.arange(1, 5)[None])
     logprobs = jnp.array([[500.0, 500.0, -500.0, -500.0]])
     for loss in losses.BUILT_IN.values():
         total, gradient = jax.value_and_grad(
             lambda logprobs, loss=loss: jnp.sum(
-                loss(tokens._replace(logprobs=logprobs), 0.2, 0.2).loss
+                loss(rows._replace(update_logprobs=logprobs), 0.2, 0.2).loss
                 + losses.kl_k3(logprobs, zeros)
             )
         )(logprobs)
         assert jnp.isfinite(total) and jnp.isfinite(gradient).all()
     for level in ("token", "sequence"):
-        found = losses.importance(tokens._replace(old_logprobs=logprobs), level, 2.0, 3.0)
+        found = losses.importance(rows._replace(old_logprobs=logprobs), level, 2.0, 3.0)
         assert jnp.isfinite(found.ratio).all() and not found.weight.any(), "all are masked"
 
 
@@ -196,12 +196,10 @@ def test_a_token_mask_leaves_the_other_tokens_and_a_veto_none(ratio):
     recorded[0, 40] /= ratio
     old = np.full((1, 102), 0.25)
     segments = jnp.asarray([[1] * 100 + [2] * 2])
-    tokens = tokens_of(old, old, np.ones((1, 102)), recorded)._replace(
-        segments=segments, mask=jnp.ones((1, 102), bool)
-    )
+    rows = rows_of(old, old, np.ones((1, 102)), recorded, segments)
 
     def left(level: str, **limits: float) -> list[int]:
-        found = losses.importance(tokens, level, 4.0, **limits)
+        found = losses.importance(rows, level, 4.0, **limits)
         assert ((found.weight > 0) == ~found.is_masked).all()
         return [int((found.weight > 0)[segments == answer].sum()) for answer in (1, 2)]
 
@@ -213,11 +211,11 @@ def test_a_token_mask_leaves_the_other_tokens_and_a_veto_none(ratio):
 
 
 def test_importance_weights_are_truncated_and_carry_no_gradient():
-    tokens = tokens_of([0.5, 0.5], [0.5, 0.2], [1.0, 1.0], recorded=[0.1, 0.4])
+    rows = rows_of([0.5, 0.5], [0.5, 0.2], [1.0, 1.0], rollout=[0.1, 0.4])
 
     def weights(old):
-        return losses.importance(tokens._replace(old_logprobs=old), "token", 2.0).weight
+        return losses.importance(rows._replace(old_logprobs=old), "token", 2.0).weight
 
-    np.testing.assert_allclose(weights(tokens.old_logprobs), [2.0, 0.5], rtol=1e-6)
-    gradient = jax.grad(lambda old: weights(old).sum())(tokens.old_logprobs)
+    np.testing.assert_allclose(weights(rows.old_logprobs), [2.0, 0.5], rtol=1e-6)
+    gradient = jax.grad(lambda old: weights(old).sum())(rows.old_logprobs)
     np.testing.assert_array_equal(gradient, 0.0)

@@ -11,7 +11,7 @@ from tlt_jax.config import Config
 from tlt_jax.data import packing
 from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.rollout.recorder import Completion
-from tlt_jax.train import minibatches
+from tlt_jax.train import batch as batches
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -29,7 +29,7 @@ def test_the_rows_of_a_process_are_the_same_without_the_answers_that_it_does_not
         Completion(uid, uid // 4, uid % 4, draw.integers(1, 99, n), draw.normal(size=n), "stop")
         for uid, n in enumerate(draw.integers(1, 100, 48))
     ]
-    needed = [minibatches.needed(config, prompts, [group], answers) for group in range(groups)]
+    needed = [batches.needed(config, prompts, [group], answers) for group in range(groups)]
     assert set().union(*needed) == set(range(48)), "each answer is somebody's"
     assert sum(map(len, needed)) == 48, "and of nobody else"
     for group, uids in enumerate(needed):
@@ -39,19 +39,19 @@ def test_the_rows_of_a_process_are_the_same_without_the_answers_that_it_does_not
             else replace(one, tokens=0 * one.tokens, logprobs=0 * one.logprobs)
             for one in answers
         ]
-        for part in minibatches.split(config, answers):
+        for part in batches.split(config, answers):
             packed = [
                 packing.pack(
-                    [minibatches.example(prompts, those[i]) for i in part], 128, 2 * groups, groups
+                    [batches.example(prompts, those[i]) for i in part], 128, 2 * groups, groups
                 )
                 for those in (answers, known)
             ]
             placed = [
-                one.place([those[i].logprobs for i in part])
+                one[1].place([those[i].logprobs for i in part])
                 for one, those in zip(packed, (answers, known), strict=True)
             ]
             rows = slice(2 * group, 2 * group + 2)
             np.testing.assert_array_equal(placed[0][:, rows], placed[1][:, rows])
             for name in ("tokens", "targets", "positions", "segments"):
-                one, other = (getattr(part, name)[:, rows] for part in packed)
+                one, other = (getattr(part[0], name)[:, rows] for part in packed)
                 np.testing.assert_array_equal(one, other)

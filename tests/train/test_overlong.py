@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,15 +20,13 @@ from observed import Rolled, Run
 from tlt_jax.config.validate import validate_rl
 from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed.mesh import make_mesh
-from tlt_jax.drafter import step_training
 from tlt_jax.errors import ConfigError
 from tlt_jax.metrics import names
 from tlt_jax.models import from_config
 from tlt_jax.rewards import Score, scorer as scorers
-from tlt_jax.train import minibatches
+from tlt_jax.train import batch as batches
 from tlt_jax.train.advantages import answer_weights
-from tlt_jax.train.minibatches import PolicyTraining
-from tlt_jax.train.recipe import Recipe
+from tlt_jax.train.policy_update import Recipe
 from tlt_jax.train.trainer import Trainer
 
 LONGEST, BUFFER, FACTOR = 6, 4, 0.7
@@ -133,7 +130,7 @@ def test_a_minibatch_of_filtered_answers_is_left_out(run, replay, x64):
     first, second, *rest = again.updates
     for one, other in zip(*map(jax.tree.leaves, (second.before, second.after)), strict=True):
         np.testing.assert_array_equal(one, other)
-    assert not second.batch.weights.any() and second.batch.answers.any()
+    assert not second.batch.weights.any() and second.batch.is_answer.any()
     assert [one.metrics["empty_updates"] for one in again.updates] == [0, 1, 0, 0]
     assert [int(one.after.step) for one in again.updates] == [1, 1, 2, 3]
     found = scalars(again, 1)
@@ -159,7 +156,7 @@ def test_a_run_goes_on_without_the_answers_that_are_not_finite(run, replay, x64)
         finite = [len(one.tokens) for one in part if one.finish != "nonfinite"]
         kept = [len(one.tokens) for one in part if one.finish == "stop"]
         batch = update.batch
-        assert (int((batch.answers > 0).sum()), int((batch.weights > 0).sum())) == (
+        assert (int(batch.is_answer.sum()), int((batch.weights > 0).sum())) == (
             sum(finite),
             sum(kept),
         )
@@ -185,26 +182,16 @@ def test_a_step_of_filtered_answers_changes_nothing_and_has_metrics(run, replay,
     assert said.count("left out") == 1
 
 
-def test_the_drafter_learns_from_answers_that_the_loss_leaves_out(run, monkeypatch):
-    taught = []
-
-    def learn(drafter, policy, batches, *_):
-        taught.extend(batches)
-        return drafter, step_training.Learned({}, [])
-
-    monkeypatch.setattr(step_training, "learn", learn)
+def test_the_drafter_learns_from_answers_that_the_loss_leaves_out(run):
     assert not all(weights.all() for *_, weights in learned(run))
-    lesson = step_training.Lesson(None, range, 0, None, None, nullcontext)
     for update, (pairs, *_) in zip(run.updates, learned(run), strict=True):
-        taught.clear()
-        lesson([update.batch])
-        assert taught[0].loss_mask.sum() == sum(len(answer) for _, answer in pairs)
+        assert update.batch.is_answer.sum() == sum(len(answer) for _, answer in pairs)
 
 
 def test_the_rows_that_programs_are_compiled_for_are_those_of_the_update(run):
     config, mesh = run.config, make_mesh(1, 1)
     model = from_config.model_config(config, datasets.tokenizer(config))
-    rows = minibatches.abstract_rows(config, Recipe.of(config, model, mesh, 4))
+    rows = batches.abstract_rows_of(config, Recipe.of(config, model, mesh, 4))
     assert jax.tree.structure(rows) == jax.tree.structure(run.updates[0].batch)
 
 
@@ -245,10 +232,10 @@ def of_others(baseline):
 
 
 MUTANTS = [
-    (minibatches, "is_kept", inverted, check_batches),
-    (minibatches, "answer_weights", over_all, check_batches),
-    (minibatches, "answer_advantages", of_others, check_batches),
-    (PolicyTraining, "update", reading(algorithm__overlong="kept"), check_batches),
+    (batches, "is_kept", inverted, check_batches),
+    (batches, "answer_weights", over_all, check_batches),
+    (batches, "answer_advantages", of_others, check_batches),
+    (batches, "pack", reading(algorithm__overlong="kept"), check_batches),
     (scorers, "penalized", unpenalized, check_rewards),
     (scorers, "penalty", doubled, check_rewards),
     (Trainer, "score", reading(reward__overlong_factor=1.0), check_rewards),

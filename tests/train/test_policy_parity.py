@@ -7,42 +7,47 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from objectives import algorithm
 
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.models import architecture, hf
 from tlt_jax.optimizer import Adam
-from tlt_jax.train import policy_batch, policy_update
+from tlt_jax.train import batch as batches, policy_update
 from tlt_jax.train.advantages import answer_weights
-from tlt_jax.train.objective import Objective
-from tlt_jax.train.recipe import Recipe
+from tlt_jax.train.policy_update import Recipe
 
 MODEL = architecture.ModelConfig(
     family="qwen2", vocab_size=37, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24,
     max_positions=64, qkv_bias=True, tied=True, init_std=0.4,
 )  # fmt: skip
 CASES = {
-    "on policy": (Objective(), "token_mean", False),
+    "on policy": (algorithm(), "token_mean", 1.0),
     "every term": (
-        Objective(0.1, 0.3, 0.2, 0.05, 1.5, 0.7, importance="token"),
+        algorithm(
+            clip_low=0.1,
+            clip_high=0.3,
+            kl_coef=0.2,
+            entropy_coef=0.05,
+            importance_cap=1.5,
+            importance="token",
+        ),
         "sequence_mean",
-        True,
+        0.7,
     ),
-    "dr_grpo": (Objective(kl_coef=0.1, temperature=0.0), "dr_grpo", True),
+    "dr_grpo": (algorithm(kl_coef=0.1), "dr_grpo", 0.0),
 }
 
 
-def torch_loss(model, objective, examples, weights, advantages, given):
+def torch_loss(model, objective, temperature, examples, weights, advantages, given):
     """The loss as TRL and verl write it, summed answer by answer."""
     import torch
 
     total = torch.zeros((), dtype=torch.float64)
     for i, example in enumerate(examples):
         ids = torch.tensor(np.concatenate([example.prompt, example.answer]), dtype=torch.long)
-        logits = model(ids[None]).logits[0, len(example.prompt) - 1 : -1] / (
-            objective.temperature or 1.0
-        )
+        logits = model(ids[None]).logits[0, len(example.prompt) - 1 : -1] / (temperature or 1.0)
         distribution = torch.distributions.Categorical(logits=logits)
         logp = distribution.log_prob(ids[len(example.prompt) :])
         old, reference, recorded = (
@@ -69,15 +74,17 @@ def test_loss_and_gradients_are_those_of_torch(case, tmp_path, x64):
     from make_goldens import all_float64, reference
     from safetensors.numpy import load_file
 
-    objective, aggregation, is_given = CASES[case]
+    objective, aggregation, temperature = CASES[case]
+    is_given = case != "on policy"
     mesh, random = make_mesh(2, 2), np.random.default_rng(0)
     recipe = Recipe(
         MODEL,
         mesh,
         Adam(1e-3, 10),
         objective,
-        "float64",
-        "float64",
+        temperature,
+        param_dtype="float64",
+        compute_dtype="float64",
         logits_chunk=8,
         attention_block=8,
     )
@@ -99,12 +106,13 @@ def test_loss_and_gradients_are_those_of_torch(case, tmp_path, x64):
     )
 
     packed = packing.pack(examples, row_tokens=24, rows=16, groups=2)
-    batch = policy_batch.make_batch(
-        packed, recipe.mesh, recipe.longest, weights, advantages, given[2] if given else None
-    )
+    batch = batches.make_batch(packed, recipe, weights, advantages, given[2] if given else None)
     (rows,) = batch
     if given:
-        rows = rows.replace(old=packed.place(given[0])[0], reference=packed.place(given[1])[0])
+        rows = rows._replace(
+            old_logprobs=packed[1].place(given[0])[0],
+            reference_logprobs=packed[1].place(given[1])[0],
+        )
     params = architecture.init(MODEL, mesh, jax.random.key(0), "float64")
     loss = partial(policy_update.loss, rows=rows, recipe=recipe)
     (total, _), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
@@ -113,7 +121,7 @@ def test_loss_and_gradients_are_those_of_torch(case, tmp_path, x64):
     hf.save(gradient, MODEL, tmp_path / "gradient", mesh, None, "float64")
     model = reference(tmp_path / "weights")
     with all_float64():
-        expected = torch_loss(model, objective, examples, weights, advantages, given)
+        expected = torch_loss(model, objective, temperature, examples, weights, advantages, given)
         expected.backward()
     assert float(total) == pytest.approx(expected.item(), rel=1e-10)
     found = load_file(tmp_path / "gradient" / "model.safetensors")

@@ -11,22 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from objectives import algorithm
 
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Algorithm, Optim, Train
 from tlt_jax.data import packing
-from tlt_jax.data.packing import Example
+from tlt_jax.data.packing import Example, PackedRows
 from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.models import architecture, token_logprobs as scoring, transformer
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout.recorder import Completion
-from tlt_jax.train import losses, minibatches, policy_batch, policy_update
+from tlt_jax.train import batch as batches, losses, policy_update
 from tlt_jax.train.advantages import answer_weights
-from tlt_jax.train.objective import Objective
-from tlt_jax.train.policy_batch import Batch, Rows
-from tlt_jax.train.policy_update import PolicyState
-from tlt_jax.train.recipe import Recipe
+from tlt_jax.train.policy_update import PolicyState, Recipe
 
 MODEL = architecture.ModelConfig(
     family="qwen2", vocab_size=11, hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24,
@@ -34,15 +32,15 @@ MODEL = architecture.ModelConfig(
 )  # fmt: skip
 ROW = 16
 ADAM = Adam(learning_rate=1e-2, total_steps=10, weight_decay=0.1)
-PLAIN = Objective(entropy_coef=0.01)
-FULL = Objective(
+LOGPROBS = "old_logprobs", "reference_logprobs", "rollout_logprobs"
+PLAIN = algorithm(entropy_coef=0.01)
+FULL = algorithm(
     clip_low=0.1,
     clip_high=0.3,
     kl_coef=0.2,
     entropy_coef=0.05,
     importance="token",
     importance_cap=1.5,
-    temperature=0.7,
 )
 
 
@@ -50,6 +48,7 @@ def recipe_of(objective=PLAIN, data=1, model=1, **changes) -> Recipe:
     fixed = {
         "param_dtype": "float64",
         "compute_dtype": "float64",
+        "temperature": 0.7,
         "logits_chunk": 8,
         "attention_block": 8,
     }
@@ -68,26 +67,28 @@ def examples_of(count: int = 18) -> list[Example]:
     ]
 
 
-def batch_of(recipe: Recipe, rows: int = 4, recorded: bool = True, examples: int = 18) -> Batch:
+def batch_of(
+    recipe: Recipe, rows: int = 4, recorded: bool = True, examples: int = 18
+) -> list[PackedRows]:
     """A batch of random examples, their advantages and recorded log-probs."""
     given = examples_of(examples)
     random = np.random.default_rng(1)
     packed = packing.pack(given, ROW, rows, recipe.mesh.shape["data"])
-    weights = answer_weights(packed.answer_lengths, "sequence_mean", 8)
+    weights = answer_weights(packed[1].lengths, "sequence_mean", 8)
     advantages = random.normal(size=len(given))
     sampled = [-3 * random.random(len(example.answer)) for example in given]
-    return policy_batch.make_batch(
-        packed, recipe.mesh, recipe.longest, weights, advantages, sampled if recorded else None
-    )
+    return batches.make_batch(packed, recipe, weights, advantages, sampled if recorded else None)
 
 
 def update(
-    recipe: Recipe, state: PolicyState, batch: Batch, step: int = 0
+    recipe: Recipe, state: PolicyState, batch: list[PackedRows], step: int = 0
 ) -> tuple[PolicyState, dict]:
     return policy_update.update(policy_update.programs(recipe), state, batch, step)
 
 
-def logprobs_of(recipe: Recipe, params: architecture.Params, batch: Batch) -> list[jax.Array]:
+def logprobs_of(
+    recipe: Recipe, params: architecture.Params, batch: list[PackedRows]
+) -> list[jax.Array]:
     return policy_update.token_logprobs(policy_update.programs(recipe), params, batch)
 
 
@@ -110,17 +111,16 @@ def state_of(recipe: Recipe) -> PolicyState:
     return policy_update.create(params_of(recipe), recipe)
 
 
-def full_rows(recipe: Recipe, logprobs: np.ndarray) -> Rows:
-    """Rows with old, reference and recorded log-probs near the policy's, so that some tokens clip and some do not."""
+def full_rows(recipe: Recipe, logprobs: np.ndarray) -> PackedRows:
+    """PackedRows with old, reference and recorded log-probs near the policy's, so that some tokens clip and some do not."""
     random, (rows,) = np.random.default_rng(0), batch_of(recipe, rows=16)
-    names = ("old", "reference", "recorded")
-    return rows.replace(
-        **{name: jnp.asarray(logprobs + random.normal(0, 0.4, logprobs.shape)) for name in names}
+    return rows._replace(
+        **{name: jnp.asarray(logprobs + random.normal(0, 0.4, logprobs.shape)) for name in LOGPROBS}
     )
 
 
 def whole_scores(
-    recipe: Recipe, rows: Rows, params: architecture.Params
+    recipe: Recipe, rows: PackedRows, params: architecture.Params
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log-probs and entropies of one accumulation step, from all its logits at once."""
 
@@ -130,7 +130,7 @@ def whole_scores(
         )
         return transformer.logits(params, MODEL, x)[..., : MODEL.vocab_size]
 
-    temperature = recipe.objective.temperature
+    temperature = recipe.temperature
     return plain_scores(np.asarray(jax.jit(forward)(params)), np.asarray(rows.targets), temperature)
 
 
@@ -175,8 +175,7 @@ def test_scores_are_log_softmax_and_entropy_of_the_scaled_logits(temperature, x6
 def test_update_never_holds_the_logits_of_all_tokens(changes):
     model, objective = replace(MODEL, vocab_size=32768), replace(FULL, **changes)
     recipe = Recipe(model, make_mesh(2, 1), ADAM, objective, logits_chunk=64, attention_block=64)
-    given = ("old", "reference", "recorded")
-    rows = policy_batch.abstract_rows(recipe.mesh, rows=4, row_tokens=2048, given=given)
+    rows = batches.abstract_rows(recipe.mesh, rows=4, row_tokens=2048, given=LOGPROBS)
     programs, state = policy_update.programs(recipe), policy_update.abstract_state(recipe)
     sums = policy_update.abstract_sums(recipe, rows)
     memory = programs.accumulate.lower(sums, state.params, rows).compile().memory_analysis()
@@ -194,13 +193,13 @@ def size(tree) -> int:
 # The loss, against a plain NumPy one
 
 
-def plain_loss(objective: Objective, given, logp, entropy) -> float:
+def plain_loss(objective: Algorithm, given, logp, entropy) -> float:
     """GRPO's loss, token by token, from the log-probs and entropies of the policy."""
-    fields = ("tokens", "weights", "advantages", "old", "reference", "recorded")
+    fields = ("tokens", "weights", "advantages", *LOGPROBS)
     rows = {name: np.asarray(getattr(given, name)) for name in fields}
     total = 0.0
     for index in zip(*np.nonzero(rows["weights"]), strict=True):
-        old, recorded, reference = (rows[name][index] for name in ("old", "recorded", "reference"))
+        old, reference, recorded = (rows[name][index] for name in LOGPROBS)
         advantage, ratio = rows["advantages"][index], np.exp(logp[index] - old)
         kept = min(max(ratio, 1 - objective.clip_low), 1 + objective.clip_high)
         policy = -min(ratio * advantage, kept * advantage) * min(
@@ -237,12 +236,12 @@ def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slop
     state, metrics = update(recipe, state_of(recipe), [rows])
     mask = np.asarray(rows.weights) > 0
     ratio, advantage = (
-        np.exp(logp - np.asarray(rows.old))[mask],
+        np.exp(logp - np.asarray(rows.old_logprobs))[mask],
         np.asarray(rows.advantages)[mask],
     )
     low, high = (advantage < 0) & (ratio < 0.9), (advantage > 0) & (ratio > 1.3)
-    difference = np.abs(np.asarray(rows.old) - np.asarray(rows.recorded))[mask]
-    weight = np.exp(np.asarray(rows.old) - np.asarray(rows.recorded))[mask]
+    difference = np.abs(np.asarray(rows.old_logprobs) - np.asarray(rows.rollout_logprobs))[mask]
+    weight = np.exp(np.asarray(rows.old_logprobs) - np.asarray(rows.rollout_logprobs))[mask]
     expected = {
         "loss": expected, "grad_norm": np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(gradient))),
         "lr": 1e-2, "nonfinite": 0, "entropy": entropy[mask].mean(), "ratio_mean": ratio.mean(),
@@ -360,7 +359,7 @@ def test_logprobs_of_a_packed_example_are_those_of_the_example_alone(x64):
     params = params_of(recipe)
     together = logprobs_of(recipe, params, batch_of(recipe))
     (alone,) = logprobs_of(recipe, params, batch_of(recipe, rows=1, examples=1))
-    step, row, first = packing.pack(examples, ROW, 4).spans[0]
+    step, row, first = packing.pack(examples, ROW, 4)[1].places[0]
     found = together[step][row, first : first + len(examples[0].answer)]
     np.testing.assert_allclose(
         found, alone[0, len(examples[0].prompt) - 1 :][: len(found)], rtol=1e-12
@@ -379,10 +378,10 @@ def test_examples_that_are_longer_than_the_recipe_knows_are_refused(x64):
 
 
 def test_rows_of_more_examples_than_attention_takes_are_refused():
-    packed = packing.pack(examples_of(), ROW, 4)
-    more = replace(packed, segments=packed.segments + 32 * (packed.segments > 0))
+    rows, spans = packing.pack(examples_of(), ROW, 4)
+    more = rows._replace(segments=rows.segments + 32 * (rows.segments > 0)), spans
     with pytest.raises(ValueError, match="examples, attention takes 32: pack them by packing.pack"):
-        policy_batch.make_batch(more, make_mesh(1, 1), None, np.ones(18), np.ones(18))
+        batches.make_batch(more, recipe_of(), np.ones(18), np.ones(18))
 
 
 # Inputs of the update
@@ -395,7 +394,7 @@ def test_recorded_logprobs_change_no_bit_of_the_policy_without_importance_weight
     if objective is FULL:
         batch = [full_rows(recipe, np.full((16, ROW), -2.0))]
     one, first = update(recipe, state_of(recipe), batch)
-    moved = [rows.replace(recorded=rows.recorded - 0.5) for rows in batch]
+    moved = [rows._replace(rollout_logprobs=rows.rollout_logprobs - 0.5) for rows in batch]
     two, second = update(recipe, state_of(recipe), moved)
     assert float(first["rollout_logprob_diff_mean"]) != float(second["rollout_logprob_diff_mean"])
     same = [
@@ -411,7 +410,7 @@ def test_the_first_of_several_minibatches_learns_as_a_single_one_does(x64):
     single, _ = update(recipe, state_of(recipe), batch)
     state = state_of(recipe)
     old = logprobs_of(recipe, state.params, batch)
-    several = [rows.replace(old=part) for rows, part in zip(batch, old, strict=True)]
+    several = [rows._replace(old_logprobs=part) for rows, part in zip(batch, old, strict=True)]
     state, metrics = update(recipe, state, several)
     assert_same(single, state, rtol=1e-9, atol=1e-12)
     assert float(metrics["ratio_max"]) == pytest.approx(1.0, rel=1e-12)
@@ -423,8 +422,8 @@ def test_the_first_of_several_minibatches_learns_as_a_single_one_does(x64):
 
 def test_objectives_without_what_they_read_are_refused(x64):
     for objective, message in (
-        (Objective(kl_coef=0.1), "reference"),
-        (Objective(importance="token"), "recorded"),
+        (algorithm(kl_coef=0.1), "reference_logprobs"),
+        (algorithm(importance="token"), "rollout_logprobs"),
     ):
         recipe = recipe_of(objective)
         with pytest.raises(ValueError, match=message):
@@ -456,7 +455,7 @@ def test_update_that_is_not_finite_changes_nothing_and_is_counted(x64):
 def test_update_without_targets_changes_nothing_and_is_counted_apart(x64):
     recipe = recipe_of(PLAIN)
     batch = batch_of(recipe)
-    without = [rows.replace(weights=jnp.zeros_like(rows.weights)) for rows in batch]
+    without = [rows._replace(weights=jnp.zeros_like(rows.weights)) for rows in batch]
     state, _ = update(recipe, state_of(recipe), batch)  # moments and decay would move the weights
     before = jax.device_get(state)
     state, metrics = update(recipe, state, without)
@@ -470,8 +469,8 @@ def test_all_optimizer_steps_of_an_rl_step_have_its_learning_rate(x64):
     adam = Adam(1e-2, 6, "linear", warmup_steps=2)
     recipe = replace(recipe_of(PLAIN), adam=adam)
     batch, rates = batch_of(recipe), [0.005, 0.01, 0.01, 0.0075]  # RL steps 0 to 3, by hand
-    broken = [rows.replace(advantages=rows.advantages * jnp.nan) for rows in batch]
-    empty = [rows.replace(weights=jnp.zeros_like(rows.weights)) for rows in batch]
+    broken = [rows._replace(advantages=rows.advantages * jnp.nan) for rows in batch]
+    empty = [rows._replace(weights=jnp.zeros_like(rows.weights)) for rows in batch]
     state = state_of(recipe)
     for step, parts in enumerate(([batch] * 3, [broken, empty], [broken, batch], [batch])):
         for given in parts:
@@ -489,20 +488,22 @@ def test_all_optimizer_steps_of_an_rl_step_have_its_learning_rate(x64):
 def test_update_without_a_gradient_changes_nothing_as_one_without_targets(what, x64):
     """Momentum and decay would move the weights. Its metrics are those of its tokens."""
     objective = {
-        "equal rewards": Objective(),
-        "all masked": Objective(importance="sequence", importance_mask=1.1),
-        "a KL of 0": Objective(kl_coef=0.1),
+        "equal rewards": algorithm(),
+        "all masked": algorithm(importance="sequence", importance_mask=1.1),
+        "a KL of 0": algorithm(kl_coef=0.1),
     }[what]
     recipe = recipe_of(objective)
     batch = batch_of(recipe)
-    state, _ = update(recipe_of(Objective()), state_of(recipe), batch)
+    state, _ = update(recipe_of(algorithm()), state_of(recipe), batch)
     assert (int(state.step), int(state.skipped)) == (1, 0)
     scores = logprobs_of(recipe, state.params, batch)
-    still = [rows.replace(reference=logp) for rows, logp in zip(batch, scores, strict=True)]
+    still = [
+        rows._replace(reference_logprobs=logp) for rows, logp in zip(batch, scores, strict=True)
+    ]
     if what == "all masked":
-        still = [rows.replace(recorded=rows.recorded + 3.0) for rows in still]
+        still = [rows._replace(rollout_logprobs=rows.rollout_logprobs + 3.0) for rows in still]
     else:
-        still = [rows.replace(advantages=0 * rows.advantages) for rows in still]
+        still = [rows._replace(advantages=0 * rows.advantages) for rows in still]
     before = jax.device_get(state)
     state, metrics = update(recipe, state, still)
     assert_same(state, before)
@@ -535,14 +536,22 @@ def test_an_answer_whose_logits_were_not_finite_reaches_neither_the_policy_nor_t
     for uid in broken:
         answers[uid].tokens[1:] = poison
         answers[uid] = replace(answers[uid], finish="nonfinite", logprobs=np.full(3 + uid, np.nan))
-    rollout, advantages = SimpleNamespace(completions=answers), random.normal(size=6)
-    batch, packed = minibatches.make_batch(
-        config, recipe, prompts, rollout, advantages, np.arange(6)
-    )
+    advantages = random.normal(size=6)
+
+    def packed(uids: list[int]) -> list[PackedRows]:
+        chosen = [answers[uid] for uid in uids]
+        rows = batches.pack_rows(config, [batches.example(prompts, one) for one in chosen])
+        kept, logprobs = batches.is_kept(config, chosen), [one.logprobs for one in chosen]
+        weights = answer_weights(rows[1].lengths, "sequence_mean", 8, kept)
+        return batches.make_batch(
+            rows, recipe, weights, advantages[uids], logprobs, batches.is_finite(chosen)
+        )
+
+    batch = packed([*range(6)])
     sound = [uid for uid in range(6) if uid not in broken]
     assert sum(int(rows.is_answer.sum()) for rows in batch) == sum(3 + uid for uid in sound)
 
-    def learned(batch: Batch, value: float) -> architecture.Params:
+    def learned(batch: list[PackedRows], value: float) -> architecture.Params:
         """The weights after an update with the embedding `value`, without it."""
         params = params_of(recipe)
         params = params.replace(embed=params.embed.at[poison].set(value))
@@ -550,13 +559,13 @@ def test_an_answer_whose_logits_were_not_finite_reaches_neither_the_policy_nor_t
         assert int(state.skipped) == 0
         return state.params.replace(embed=state.params.embed.at[poison].set(0))
 
-    alone, _ = minibatches.make_batch(config, recipe, prompts, rollout, advantages, np.array(sound))
+    alone = packed(sound)
     assert_same(learned(batch, np.nan), learned(batch, 0.0))
     assert_same(learned(batch, np.nan), learned(alone, 0.0), rtol=1e-9, atol=1e-12)
 
 
 def test_supervised_update_minimizes_the_negative_log_likelihood_of_the_answers(x64):
-    recipe = recipe_of(Objective(is_supervised=True))
+    recipe = recipe_of(algorithm(), is_supervised=True)
     state, batch = state_of(recipe), batch_of(recipe)
     logprobs = logprobs_of(recipe_of(PLAIN), state.params, batch)
     expected = -sum(
@@ -605,7 +614,7 @@ def test_recipe_holds_the_numbers_of_the_configuration():
     )
     recipe = Recipe.of(config, MODEL, make_mesh(1, 1), total_steps=7)
     assert recipe.adam == Adam(2e-4, 7, "cosine", 3, 0.0, 0.9, 0.9, 0.2, 1.0)
-    assert recipe.objective == Objective()
+    assert recipe.algorithm == algorithm() and recipe.temperature == 1.0
     assert hash(recipe) == hash(replace(recipe))
 
 

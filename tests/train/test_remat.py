@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from loop_updates import equations
+from objectives import algorithm
 from pairwise import marked
 
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Data, Mesh, Model, Rollout, Train
+from tlt_jax.data.packing import PackedRows
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.distributed.job import Job
 from tlt_jax.distributed.mesh import make_mesh
@@ -22,8 +24,8 @@ from tlt_jax.models import architecture, remat as remats
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.remat import ATTENTION, FULL, NONE, PRODUCTS
 from tlt_jax.optimizer import Adam
-from tlt_jax.train import accumulation, memory, policy_batch, policy_update, remat
-from tlt_jax.train.recipe import Objective, Recipe
+from tlt_jax.train import batch as batches, memory, policy_update
+from tlt_jax.train.policy_update import Recipe
 
 LAYERS, ROWS, TOKENS = 3, 4, 24
 SIZES = ModelConfig("qwen2", 37, 16, LAYERS, 4, 2, 4, 32, 64, tied=True, init_std=0.4)
@@ -42,17 +44,18 @@ LEVELS = {
 
 
 def recipe_of(model: ModelConfig, remat: remats.Remat, mesh=(1, 1), dtype="float64") -> Recipe:
-    objective = Objective(entropy_coef=0.1)
-    given = make_mesh(*mesh), Adam(1e-2, 10), objective, dtype, dtype, remat
-    return Recipe(model, *given, logits_chunk=8, attention_block=8)
+    objective = algorithm(entropy_coef=0.1)
+    given = make_mesh(*mesh), Adam(1e-2, 10), objective
+    dtypes = {"param_dtype": dtype, "compute_dtype": dtype}
+    return Recipe(model, *given, **dtypes, remat=remat, logits_chunk=8, attention_block=8)
 
 
-def rows_of(recipe: Recipe) -> policy_batch.Rows:
-    """Rows with two examples and padding."""
+def rows_of(recipe: Recipe) -> PackedRows:
+    """PackedRows with two examples and padding."""
     random = np.random.default_rng(0)
     shape = ROWS, TOKENS
     segments = np.repeat([[1] * 10 + [2] * 9 + [0] * 5], ROWS, axis=0)
-    rows = policy_batch.Rows(
+    rows = PackedRows(
         tokens=random.integers(0, 37, shape, np.int32),
         positions=np.concatenate([np.arange(10), np.arange(9), np.zeros(5)]) + np.zeros(shape),
         segments=segments,
@@ -62,8 +65,8 @@ def rows_of(recipe: Recipe) -> policy_batch.Rows:
         recorded=-random.random(shape),
     )
     integers = ("positions", "segments")
-    rows = rows.replace(**{name: np.int32(getattr(rows, name)) for name in integers})
-    return jax.device_put(rows, policy_batch.rows_sharding(recipe.mesh))
+    rows = rows._replace(**{name: np.int32(getattr(rows, name)) for name in integers})
+    return jax.device_put(rows, batches.rows_sharding(recipe.mesh))
 
 
 def start_of(recipe: Recipe):
@@ -98,7 +101,7 @@ def test_the_sums_grow_by_the_gradient_of_the_loss(model, mesh, level, x64):
 def test_a_gradient_that_is_not_finite_is_added_too(x64):
     recipe = recipe_of(SIZES, LEVELS["full"])
     rows, (params, sums) = rows_of(recipe), start_of(recipe)
-    rows = rows.replace(advantages=rows.advantages.at[0, 0].set(jnp.nan))
+    rows = rows._replace(advantages=rows.advantages.at[0, 0].set(jnp.nan))
     sums, _ = policy_update.programs(recipe).accumulate(sums, params, rows)
     assert np.isnan(sums.grads.layers.q).all()
     state = policy_update.create(params, recipe)
@@ -127,7 +130,7 @@ def test_no_second_tree_of_gradients_exists(mesh, level):
     """The temporaries are less than half of the layers' gradients, which are in the donated sums."""
     remat = {"both": (PRODUCTS,) * 6 + (FULL,) * 10}.get(level, (level,) * 16)
     recipe = recipe_of(WIDE, remat, mesh, "float32")
-    rows = policy_batch.abstract_rows(recipe.mesh, 4, 16, ("recorded",))
+    rows = batches.abstract_rows(recipe.mesh, 4, 16, ("rollout_logprobs",))
     state, sums = policy_update.abstract_state(recipe), policy_update.abstract_sums(recipe, rows)
     lowered = policy_update.programs(recipe).accumulate.lower(sums, state.params, rows)
     found = lowered.compile().memory_analysis()
@@ -138,7 +141,7 @@ def test_no_second_tree_of_gradients_exists(mesh, level):
 
 def products(recipe: Recipe) -> int:
     """Matrix products of an accumulation step, each of a scan over layers counted once."""
-    rows = policy_batch.abstract_rows(recipe.mesh, ROWS, TOKENS, ("recorded",))
+    rows = batches.abstract_rows(recipe.mesh, ROWS, TOKENS, ("rollout_logprobs",))
     state, sums = policy_update.abstract_state(recipe), policy_update.abstract_sums(recipe, rows)
     step = partial(policy_update.accumulate, recipe=recipe)
     program = jax.make_jaxpr(step)(sums, state.params, rows)
@@ -176,9 +179,9 @@ def test_a_level_computes_again_what_it_does_not_keep(x64):
 )
 def test_layers_keep_the_most_that_is_free(free, expected):
     kept = {NONE: 1000, PRODUCTS: 100, ATTENTION: 20, FULL: 0}
-    assert remat.levels(kept, 3, free) == expected
+    assert memory.levels(kept, 3, free) == expected
     least = dict(list(kept.items())[1:])  # of an accelerator
-    assert remat.levels(least, 3, free) == tuple(PRODUCTS if x == NONE else x for x in expected)
+    assert memory.levels(least, 3, free) == tuple(PRODUCTS if x == NONE else x for x in expected)
 
 
 def config_of(**model) -> Config:
@@ -195,7 +198,7 @@ def test_kept_bytes_are_worked_by_hand():
     """Of 2 of 4 rows of 512 tokens, with the heads and the MLP halved over `model`, in float32."""
     model = replace(SIZES, num_heads=8, num_kv_heads=4, head_dim=8, mlp_dim=96)
     recipe = replace(Recipe.of(config_of(), model, make_mesh(2, 2), 1), logits_chunk=64)
-    found = remat.layer_bytes(recipe, 2, 512)
+    found = memory.layer_bytes(recipe, 2, 512)
     tokens, heads, width = 2 * 512, 4, 8
     attention = heads * width + 2 * 2 * width  # queries; keys and values
     attention += heads * (width + 2)  # weighted values, maxima and sums of the weights
@@ -209,8 +212,8 @@ def test_auto_chooses_by_the_memory_of_a_device_and_a_bound_word_does_not(monkey
     config, model, mesh = config_of(), replace(SIZES, num_layers=6), make_mesh(2, 2)
     recipe = Recipe.of(config, model, mesh, 1)
     within = partial(memory.within, config, recipe, None)
-    kept = remat.layer_bytes(recipe, 2, 512)
-    monkeypatch.setattr(remat, "layer_bytes", lambda *_: kept)
+    kept = memory.layer_bytes(recipe, 2, 512)
+    monkeypatch.setattr(memory, "layer_bytes", lambda *_: kept)
     found = [within(limit).remat for limit in range(100_000, 60_000_000, 100_000)]
     order = (FULL, ATTENTION, PRODUCTS, NONE)
     ranks = [[order.index(level) for level in one] for one in found]
@@ -218,7 +221,7 @@ def test_auto_chooses_by_the_memory_of_a_device_and_a_bound_word_does_not(monkey
     assert {one[0] for one in found} == set(order) and (PRODUCTS,) + (ATTENTION,) * 5 in found
     gib = memory.GIB
     assert within(3 * gib) == within(4 * gib - 1), "a device that reports a few bytes less"
-    monkeypatch.setattr(remat, "is_cpu", lambda mesh: False)
+    monkeypatch.setattr(memory, "is_cpu", lambda mesh: False)
     assert within(2 * gib).remat == (PRODUCTS,) * 6
     for word in (NONE, FULL):
         config = config_of(remat=word)
@@ -231,8 +234,8 @@ def test_the_estimate_bounds_what_the_compiled_update_needs():
     model = replace(WIDE, num_layers=8, vocab_size=512)
     config = config_of()
     recipe = Recipe.of(config, model, make_mesh(2, 2), 1)
-    rows = policy_batch.abstract_rows(recipe.mesh, 4, 512, ("recorded",))
-    kept, rest = remat.estimate(config, recipe)
+    rows = batches.abstract_rows(recipe.mesh, 4, 512, ("rollout_logprobs",))
+    kept, rest = memory.estimate(config, recipe)
     for remat_of in ((FULL,) * 8, (ATTENTION,) * 8, (PRODUCTS,) * 8, (PRODUCTS,) * 4 + (FULL,) * 4):
         one = replace(recipe, remat=remat_of)
         sums, params = policy_update.abstract_sums(one, rows), policy_update.abstract_state(one)
@@ -250,11 +253,11 @@ def test_the_estimate_is_near_what_a_gpu_needs():
     train = Train(steps=1, rows=4, row_tokens=2048)
     config = replace(config_of(compute_dtype="bfloat16"), train=train)
     recipe = replace(Recipe.of(config, model, mesh, 1), remat=(PRODUCTS,) * 4, logits_chunk=256)
-    rows = policy_batch.abstract_rows(mesh, 4, 2048, ("recorded",))
+    rows = batches.abstract_rows(mesh, 4, 2048, ("rollout_logprobs",))
     sums, state = policy_update.abstract_sums(recipe, rows), policy_update.abstract_state(recipe)
     lowered = policy_update.programs(recipe).accumulate.lower(sums, state.params, rows)
     needed = lowered.compile().memory_analysis().temp_size_in_bytes
-    kept, rest = remat.estimate(config, recipe)
+    kept, rest = memory.estimate(config, recipe)
     assert 0.95 * needed < rest + 4 * kept[PRODUCTS] < 1.1 * needed
 
 
@@ -278,9 +281,9 @@ def test_layers_keep_less_where_the_compiled_program_does_not_fit(monkeypatch, c
     config, mesh = config_of(), make_mesh(2, 2)
     model = replace(SIZES, num_layers=6, hidden_size=32, mlp_dim=64)
     recipe, job = Recipe.of(config, model, mesh, 1), Job()
-    kept = remat.layer_bytes(recipe, 2, 512)
+    kept = memory.layer_bytes(recipe, 2, 512)
     params = architecture.init(model, mesh, jax.random.key(1), "float32")
-    rows = policy_batch.abstract_rows(mesh, 4, 512, ("recorded",))
+    rows = batches.abstract_rows(mesh, 4, 512, ("rollout_logprobs",))
     rows = jax.tree.map(
         lambda one: jax.device_put(np.ones(one.shape, one.dtype), one.sharding), rows
     )
@@ -288,14 +291,14 @@ def test_layers_keep_less_where_the_compiled_program_does_not_fit(monkeypatch, c
     def run(share: float) -> tuple[float, list[remats.Remat], int]:
         """On a device that NONE fits by the estimate: the loss, the levels at first and in the end, the compilations."""
         known = {level: int(share * size) for level, size in kept.items()}
-        monkeypatch.setattr(remat, "layer_bytes", lambda *_: known)
-        sizes, rest = remat.estimate(config, recipe)
+        monkeypatch.setattr(memory, "layer_bytes", lambda *_: known)
+        sizes, rest = memory.estimate(config, recipe)
         needed = memory.held(config, recipe, None) + rest + 6 * sizes[NONE]
-        limit = int(needed / (1 - remat.SPARE)) + 100
+        limit = int(needed / (1 - memory.SPARE)) + 100
         monkeypatch.setattr(memory, "device_memory", lambda mesh: limit)
         fitted, before = memory.fitted(config, recipe, None, job), len(compiled)
         correct = partial(memory.corrected, config, None, job)
-        programs = accumulation.programs(config, fitted, correct)
+        programs = policy_update.corrected_programs(config, fitted, correct)
         sums, value = programs.accumulate(programs.empty(params, rows), params, rows)
         assert programs.accumulate(sums, params, rows)[1] == value
         levels = [fitted.remat, programs.accumulate.recipe.remat]

@@ -5,33 +5,32 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from objectives import algorithm
 
 from tlt_jax.config.schema import Algorithm
 from tlt_jax.data import packing
-from tlt_jax.data.packing import Example
+from tlt_jax.data.packing import Example, PackedRows
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.models import architecture
 from tlt_jax.optimizer import Adam
-from tlt_jax.train import answers, kl_rewards, policy_batch, policy_loss, policy_update
+from tlt_jax.train import batch as batches, losses, policy_update
 from tlt_jax.train.advantages import answer_weights
-from tlt_jax.train.objective import Objective
-from tlt_jax.train.policy_batch import Batch, Rows
-from tlt_jax.train.recipe import Recipe
+from tlt_jax.train.policy_update import Recipe
 
 MODEL = architecture.ModelConfig(
     family="qwen2", vocab_size=11, hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24,
     max_positions=32, qkv_bias=True, tied=True, init_std=0.4,
 )  # fmt: skip
-ROW, COUNT, LONGEST = 16, 14, 8
+ROW, COUNT, LONGEST, TEMPERATURE = 16, 14, 8, 0.7
 AGGREGATIONS = ("token_mean", "sequence_mean", "dr_grpo")
-PLAIN = Objective(clip_low=0.25, clip_high=0.3, entropy_coef=0.05, kl_coef=0.2, temperature=0.7)
+PLAIN = algorithm(clip_low=0.25, clip_high=0.3, entropy_coef=0.05, kl_coef=0.2)
 CASES = [
     replace(PLAIN, loss=loss, importance=importance, importance_cap=1.1, **more)
     for loss, importance, more in [
@@ -50,14 +49,17 @@ CASES = [
 ]
 
 
+NAMES = "rollout_logprobs", "old_logprobs", "reference_logprobs"
+
+
 class Answer(NamedTuple):
     """An example with what is known of its tokens before the update."""
 
     example: Example
     advantage: float
-    old: np.ndarray
-    recorded: np.ndarray
-    reference: np.ndarray
+    old_logprobs: np.ndarray
+    rollout_logprobs: np.ndarray
+    reference_logprobs: np.ndarray
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,7 @@ def known() -> list[Answer]:
     embed = weights_of((MODEL.vocab_size, MODEL.hidden_size))
     for uid in range(COUNT):
         prompt, answer = (random.integers(0, 11, random.integers(1, n)) for n in (5, LONGEST))
-        logits = embed[[prompt[-1], *answer[:-1]]] @ embed.T / PLAIN.temperature
+        logits = embed[[prompt[-1], *answer[:-1]]] @ embed.T / TEMPERATURE
         chosen = logits[np.arange(len(answer)), answer]
         logp = chosen - np.log(np.exp(logits).sum(axis=1))
         old, reference = logp + random.normal(0, 0.3, (2, len(answer))) + (-1) ** (uid // 2) * 0.7
@@ -81,32 +83,36 @@ def weights_of(shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(len(shape)).normal(0, 0.4, shape)
 
 
-def recipe_of(objective: Objective, *mesh: int) -> Recipe:
+def recipe_of(objective: Algorithm, *mesh: int) -> Recipe:
     fixed = {
         "param_dtype": "float64",
         "compute_dtype": "float64",
         "logits_chunk": 8,
         "attention_block": 8,
+        "temperature": TEMPERATURE,
     }
     return Recipe(MODEL, make_mesh(*(mesh or (1, 1))), Adam(1e-2, 10), objective, **fixed)
 
 
-def packed_of(known: list[Answer], rows: int, groups: int = 1) -> packing.Packed:
+def packed_of(known: list[Answer], rows: int, groups: int = 1):
     return packing.pack([one.example for one in known], ROW, rows, groups)
 
 
-def batch_of(recipe: Recipe, known: list[Answer], rows: int, aggregation="token_mean") -> Batch:
+def batch_of(
+    recipe: Recipe, known: list[Answer], rows: int, aggregation="token_mean"
+) -> list[PackedRows]:
     """The answers as packed rows, with all their log-probs."""
     packed = packed_of(known, rows, recipe.mesh.shape["data"])
-    weights = answer_weights(packed.answer_lengths, aggregation, LONGEST)
+    weights = answer_weights(packed[1].lengths, aggregation, LONGEST)
     advantages = np.array([one.advantage for one in known])
-    given = [[getattr(one, name) for one in known] for name in ("recorded", "old", "reference")]
-    batch = policy_batch.make_batch(packed, recipe.mesh, None, weights, advantages, given[0])
-    place = policy_batch.rows_sharding(recipe.mesh)
-    old, reference = (jax.device_put(packed.place(part), None) for part in given[1:])
+    given = [[getattr(one, name) for one in known] for name in NAMES]
+    batch = batches.make_batch(packed, recipe, weights, advantages, given[0])
+    place = policy_update.rows_sharding(recipe.mesh)
+    old, reference = (jax.device_put(packed[1].place(part), None) for part in given[1:])
     return [
-        rows.replace(
-            old=jax.device_put(old[step], place), reference=jax.device_put(reference[step], place)
+        rows._replace(
+            old_logprobs=jax.device_put(old[step], place),
+            reference_logprobs=jax.device_put(reference[step], place),
         )
         for step, rows in enumerate(batch)
     ]
@@ -124,10 +130,10 @@ def shallow(monkeypatch):
     monkeypatch.setattr(policy_update, "states", lambda params, rows, _: params.embed[rows.tokens])
 
 
-def plain_scores(params: architecture.Params, rows: Rows) -> tuple[jax.Array, jax.Array]:
+def plain_scores(params: architecture.Params, rows: PackedRows) -> tuple[jax.Array, jax.Array]:
     """Log-probs and entropies of all places under the shallow policy, from all logits at once."""
     logits = params.embed[rows.tokens] @ params.embed[: MODEL.vocab_size].T
-    logp = jax.nn.log_softmax(logits / PLAIN.temperature)
+    logp = jax.nn.log_softmax(logits / TEMPERATURE)
     chosen = jnp.take_along_axis(logp, rows.targets[..., None], axis=-1)[..., 0]
     return chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
@@ -135,15 +141,15 @@ def plain_scores(params: architecture.Params, rows: Rows) -> tuple[jax.Array, ja
 # The formulas, of one answer, as its authors, TRL and verl write them
 
 
-def ratio_of(objective: Objective, logp: np.ndarray, old: np.ndarray) -> np.ndarray:
+def ratio_of(objective: Algorithm, logp: np.ndarray, old: np.ndarray) -> np.ndarray:
     """Of each token; with gspo of the answer: the length-normalized likelihood ratio (2507.18071, eq. 7)."""
     log_ratio = logp - old
     return np.exp(np.full_like(logp, log_ratio.mean()) if objective.loss == "gspo" else log_ratio)
 
 
-def importance_of(objective: Objective, one: Answer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def importance_of(objective: Algorithm, one: Answer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Weights of the tokens, their ratios, and which are masked (verl's rollout_is; its token_k1, seq_sum_k1, seq_max_k2)."""
-    ratio = np.exp(one.old - one.recorded)
+    ratio = np.exp(one.old_logprobs - one.rollout_logprobs)
     if objective.importance == "none":
         return np.ones_like(ratio), ratio, np.zeros(ratio.shape, bool)
     most, veto = (
@@ -156,9 +162,9 @@ def importance_of(objective: Objective, one: Answer) -> tuple[np.ndarray, np.nda
     return np.minimum(ratio, objective.importance_cap) * ~is_masked, ratio, is_masked
 
 
-def loss_of(objective: Objective, one: Answer, logp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def loss_of(objective: Algorithm, one: Answer, logp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Policy-gradient loss of each token, and its derivative in the token's own log-prob."""
-    advantage, ratio = one.advantage, ratio_of(objective, logp, one.old)
+    advantage, ratio = one.advantage, ratio_of(objective, logp, one.old_logprobs)
     weight = importance_of(objective, one)[0]
     limits = 1 - objective.clip_low, 1 + objective.clip_high
     if objective.loss == "cispo":
@@ -173,14 +179,14 @@ def loss_of(objective: Objective, one: Answer, logp: np.ndarray) -> tuple[np.nda
     return loss * weight, np.where(is_free, -advantage * ratio, 0) * weight
 
 
-def reference(objective: Objective, known, spans, logp, entropy, weights):
+def reference(objective: Algorithm, known, spans, logp, entropy, weights):
     """Loss of the rows, its derivative in each log-prob, and the policy-gradient loss, from log-probs [R, T]."""
     total, pg_loss, slopes = 0.0, 0.0, np.zeros(logp.shape)
     for one, (_, row, first), weight in zip(known, spans, weights, strict=True):
-        at = row, slice(first, first + len(one.old))
+        at = row, slice(first, first + len(one.old_logprobs))
         loss, slope = loss_of(objective, one, logp[at])
-        ratio = np.exp(one.reference - logp[at])
-        kl = ratio - 1 - (one.reference - logp[at])
+        ratio = np.exp(one.reference_logprobs - logp[at])
+        kl = ratio - 1 - (one.reference_logprobs - logp[at])
         pg_loss += weight * loss.sum()
         rest = objective.kl_coef * kl - objective.entropy_coef * entropy[at]
         total += weight * (loss + rest).sum()
@@ -188,7 +194,7 @@ def reference(objective: Objective, known, spans, logp, entropy, weights):
     return total, slopes, pg_loss
 
 
-def named(objective: Objective) -> str:
+def named(objective: Algorithm) -> str:
     words = [objective.loss, objective.importance]
     return " ".join(
         words
@@ -215,22 +221,24 @@ def test_value_gradient_and_metrics_are_those_of_the_published_formulas(
     for aggregation in AGGREGATIONS:
         (rows,) = batch_of(recipe, known, 8, aggregation)
         logp, entropy = map(np.asarray, plain_scores(params, rows))
-        weights = answer_weights(packed.answer_lengths, aggregation, LONGEST)
-        total, slopes, pg_loss = reference(objective, known, packed.spans, logp, entropy, weights)
+        weights = answer_weights(packed[1].lengths, aggregation, LONGEST)
+        total, slopes, pg_loss = reference(
+            objective, known, packed[1].places, logp, entropy, weights
+        )
         (value, (sums, maxima)), gradient = found(params, rows)
         assert float(value) == pytest.approx(total, rel=1e-10)
         theirs = expected(params, rows, slopes)
         for one, other in zip(*map(jax.tree.leaves, (gradient, theirs)), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-8, atol=1e-12)
         assert np.abs(gradient.embed).max() > 1e-3
-    metrics = policy_loss.means(sums) | maxima
+    metrics = losses.means(sums) | maxima
     assert float(metrics["pg_loss"]) == pytest.approx(pg_loss, rel=1e-10)
     check_metrics(
         objective,
         known,
         [
             logp[row, a : a + n]
-            for (_, row, a), n in zip(packed.spans, packed.answer_lengths, strict=True)
+            for (_, row, a), n in zip(packed[1].places, packed[1].lengths, strict=True)
         ],
         metrics,
     )
@@ -238,10 +246,12 @@ def test_value_gradient_and_metrics_are_those_of_the_published_formulas(
 
 def check_metrics(objective, known, logps, metrics) -> None:
     """The metrics, recomputed answer by answer."""
-    log_ratios = [logp - one.old for logp, one in zip(logps, known, strict=True)]
+    log_ratios = [logp - one.old_logprobs for logp, one in zip(logps, known, strict=True)]
     tokens = np.concatenate(log_ratios)
-    ratios = [ratio_of(objective, logp, one.old) for logp, one in zip(logps, known, strict=True)]
-    signs = np.concatenate([np.full(len(one.old), one.advantage) for one in known])
+    ratios = [
+        ratio_of(objective, logp, one.old_logprobs) for logp, one in zip(logps, known, strict=True)
+    ]
+    signs = np.concatenate([np.full(len(one.old_logprobs), one.advantage) for one in known])
     signs = (signs < 0, signs > 0) if objective.loss != "cispo" else (True, True)
     used = np.concatenate(ratios)
     low = (used < 1 - objective.clip_low) & signs[0]
@@ -255,7 +265,7 @@ def check_metrics(objective, known, logps, metrics) -> None:
         expected["pg_clipfrac_lower"] = (signs[0] & (used > objective.clip_dual)).mean()
         assert expected["pg_clipfrac_lower"] > 0
     sequences = np.exp([one.mean() for one in log_ratios])
-    if objective.needs_answers:
+    if losses.needs_answers(objective):
         expected |= {"sequence_ratio_mean": sequences.mean(), "sequence_ratio_max": sequences.max()}
     if objective.importance != "none":
         _, weights, masked = zip(*(importance_of(objective, one) for one in known), strict=True)
@@ -263,9 +273,9 @@ def check_metrics(objective, known, logps, metrics) -> None:
         corrected = {
             "rollout_is_mean": each.mean(), "rollout_is_max": each.max(),
             "rollout_is_ratio_fraction_high": (each > objective.importance_cap).mean(),
-            "kl": np.concatenate([one.recorded - one.old for one in known]).mean(),
+            "kl": np.concatenate([one.rollout_logprobs - one.old_logprobs for one in known]).mean(),
         }  # fmt: skip
-        if objective.needs_answers:
+        if losses.needs_answers(objective):
             corrected |= {"rollout_is_seq_mean": whole.mean(), "rollout_is_seq_max": whole.max()}
         if objective.importance_mask or objective.importance_veto:
             some = [one.any() for one in masked]
@@ -273,14 +283,14 @@ def check_metrics(objective, known, logps, metrics) -> None:
             is_partial = any(one.any() and not one.all() for one in masked)
             assert is_partial == (objective.importance == "token" and objective.importance_mask > 0)
             corrected["rollout_rs_masked_fraction"] = np.concatenate(masked).mean()
-            if objective.needs_answers:
+            if losses.needs_answers(objective):
                 corrected["rollout_rs_seq_masked_fraction"] = np.mean(some)
         expected |= {f"rollout_corr/{name}": value for name, value in corrected.items()}
     for name, value in expected.items():
         assert float(metrics[name]) == pytest.approx(value, rel=1e-9), name
     others = {"pg_loss", "entropy", "kl", "rollout_logprob_diff_mean", "rollout_logprob_diff_max"}
     divisors = {"tokens": len(tokens)}
-    if objective.needs_answers:
+    if losses.needs_answers(objective):
         divisors["answers"] = len(known)
     for name, value in divisors.items():
         assert float(metrics[name]) == pytest.approx(value, rel=1e-9), name
@@ -291,9 +301,9 @@ def test_on_policy_a_sequence_loss_is_reinforce(known, shallow, x64):
     """Without old log-probs the ratio is 1: gspo's gradient is ppo's, and that of -advantage * log-prob."""
     gradients = []
     for loss in ("ppo", "gspo", "cispo"):
-        recipe = recipe_of(Objective(loss=loss, clip_low=3e-4, clip_high=4e-4))
+        recipe = recipe_of(algorithm(loss=loss, clip_low=3e-4, clip_high=4e-4))
         (rows,) = batch_of(recipe, known, 8, "sequence_mean")
-        rows = rows.replace(old=None, reference=None)
+        rows = rows._replace(old_logprobs=None, reference_logprobs=None)
         total = lambda params, recipe=recipe, rows=rows: policy_update.loss(params, rows, recipe)[0]  # noqa: E731
         gradients.append(jax.jit(jax.grad(total))(params_of(recipe)))
     for other in gradients[1:]:
@@ -306,12 +316,12 @@ def test_a_loss_of_ones_own_with_a_mean_over_answers_has_its_whole_gradient(
 ):
     """GSPO's first form, differentiated through the mean of the log-ratios, as TRL writes it."""
 
-    def gspo(tokens, clip_low, clip_high):
-        assert tokens.logprobs.ndim == 2 and tokens.recorded is not None
-        log_ratio = tokens.logprobs - tokens.old_logprobs
-        ratio = jnp.exp(answers.answer_mean(log_ratio, tokens.segments, tokens.mask))
+    def gspo(rows, clip_low, clip_high):
+        assert rows.update_logprobs.ndim == 2 and rows.rollout_logprobs is not None
+        log_ratio = rows.update_logprobs - rows.old_logprobs
+        ratio = jnp.exp(losses.answer_mean(log_ratio, rows.segments, rows.mask))
         clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-        return -jnp.minimum(ratio * tokens.advantages, clipped * tokens.advantages)
+        return -jnp.minimum(ratio * rows.advantages, clipped * rows.advantages)
 
     module = ModuleType("own_sequences")
     module.gspo = gspo
@@ -354,8 +364,8 @@ def test_sums_over_answers_are_those_of_a_loop_and_stay_in_their_answer(x64):
     mask &= segments > 0
     values[0, segments[0] == 3] = np.nan
     given = jnp.asarray(segments), jnp.asarray(mask)
-    found = np.asarray(answers.answer_sum(jnp.asarray(values), *given))
-    means = np.asarray(answers.answer_mean(jnp.asarray(values), *given))
+    found = np.asarray(losses.answer_sum(jnp.asarray(values), *given))
+    means = np.asarray(losses.answer_mean(jnp.asarray(values), *given))
     for row, token in np.ndindex(found.shape):
         answer = (segments[row] == segments[row, token]) & mask[row]
         total, count = values[row][answer].sum(), max(answer.sum(), 1)
@@ -365,34 +375,39 @@ def test_sums_over_answers_are_those_of_a_loop_and_stay_in_their_answer(x64):
         for segment in range(1, 9):
             assert len(set(found[row][(segments[row] == segment) & mask[row]].astype(str))) <= 1
     weights = jnp.asarray(random.normal(size=(3, 40)))
-    sums = lambda values: jnp.sum(weights * answers.answer_sum(values, *given))  # noqa: E731
+    sums = lambda values: jnp.sum(weights * losses.answer_sum(values, *given))  # noqa: E731
     gradient = jax.grad(sums)(jnp.zeros((3, 40)))
-    np.testing.assert_allclose(gradient, answers.answer_sum(weights, *given), atol=1e-12)
+    np.testing.assert_allclose(gradient, losses.answer_sum(weights, *given), atol=1e-12)
 
 
 # A KL in the reward
 
 
 def penalized(advantage: str, kl_coef: float, known: list[Answer], rewards: np.ndarray, left=()):
-    """`kl_rewards.penalized` of the answers in two minibatches on two data groups, and how these are packed.
+    """`batch.penalized` of the answers in two minibatches on two data groups, and how these are packed.
 
     `left`: answers that do not count.
     """
-    mesh, half = make_mesh(2, 1), len(known) // 2
+    half = len(known) // 2
     known = [one._replace(advantage=r) for one, r in zip(known, rewards.flat, strict=True)]
-    given, batches, counts = [], [], np.ones(len(known), bool)
+    given, parts, counts = [], [], np.ones(len(known), bool)
     counts[list(left)] = False
     for first in (0, half):
         part, counted = known[first : first + half], counts[first : first + half]
         given.append(packed_of(part, 2, 2))
         batch = batch_of(recipe_of(PLAIN, 2, 1), part, 2)
-        assert len(given[-1].tokens) == len(batch) > 1
-        kept = given[-1].spread(counted)
-        batches.append(
-            [rows.replace(weights=rows.weights * kept[step]) for step, rows in enumerate(batch)]
+        assert given[-1][1].shape[0] == len(batch) > 1
+        kept = given[-1][1].spread(counted)
+        parts.append(
+            [
+                rows._replace(is_answer=rows.is_answer & (kept[step] > 0))
+                for step, rows in enumerate(batch)
+            ]
         )
-    algorithm = Algorithm(advantage=advantage, kl_in="reward", kl_coef=kl_coef)
-    return kl_rewards.penalized(algorithm, mesh, batches, given, rewards, counts), given
+    knobs = algorithm(advantage=advantage, kl_in="reward", kl_coef=kl_coef)
+    spans = [one[1] for one in given]
+    found = batches.penalized(knobs, parts, spans, rewards, counts)
+    return SimpleNamespace(batches=found[0], advantages=found[1], kl=found[2]), spans
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp"])
@@ -400,7 +415,7 @@ def test_a_kl_in_the_reward_is_that_of_verl(advantage, known, x64):
     """In two minibatches of several accumulation steps on two data groups; against loops over answers and tokens."""
     rewards = np.random.default_rng(3).normal(size=(2, COUNT // 2))
     found, given = penalized(advantage, 0.3, known, rewards)
-    kl = [one.old - one.reference for one in known]
+    kl = [one.old_logprobs - one.reference_logprobs for one in known]
     assert found.kl == pytest.approx(np.mean([one.mean() for one in kl]), rel=1e-10)
     less = rewards - 0.3 * np.array([one.sum() for one in kl]).reshape(rewards.shape)
     if advantage == "reinforce_pp":
@@ -450,10 +465,13 @@ def test_a_step_without_a_difference_in_reward_gets_nothing_from_the_kl(known, x
 def test_answers_that_do_not_count_have_no_kl(advantage, known, x64):
     """Their log-probs may be anything; of groups their rewards count, as those of other answers."""
     rewards, out = np.random.default_rng(3).normal(size=(2, COUNT // 2)), (1, 9)
-    moved = [one._replace(old=one.old + np.nan) if i in out else one for i, one in enumerate(known)]
+    moved = [
+        one._replace(old_logprobs=one.old_logprobs + np.nan) if i in out else one
+        for i, one in enumerate(known)
+    ]
     found, _ = penalized(advantage, 0.3, moved, rewards, out)
-    kl = np.array([np.sum(one.old - one.reference) for one in known])
-    each = np.array([len(one.old) for one in known])
+    kl = np.array([np.sum(one.old_logprobs - one.reference_logprobs) for one in known])
+    each = np.array([len(one.old_logprobs) for one in known])
     counted = np.delete(np.arange(COUNT), out)
     assert found.kl == pytest.approx(np.mean((kl / each)[counted]), rel=1e-10)
     if advantage == "grpo":
@@ -464,7 +482,7 @@ def test_answers_that_do_not_count_have_no_kl(advantage, known, x64):
         return
     kept = [known[i] for i in counted]
     returns = [
-        r - 0.3 * np.cumsum((one.old - one.reference)[::-1])[::-1]
+        r - 0.3 * np.cumsum((one.old_logprobs - one.reference_logprobs)[::-1])[::-1]
         for r, one in zip(rewards.flat[counted], kept, strict=True)
     ]
     tokens = np.concatenate(returns)
@@ -482,13 +500,13 @@ def test_log_probs_that_are_not_finite_make_the_update_one_that_is_skipped(
 ):
     """No error blames the rewards; those that are not finite themselves are refused as ever."""
     rewards = np.random.default_rng(3).normal(size=(2, COUNT // 2))
-    moved = [known[0]._replace(old=known[0].old + value), *known[1:]]
+    moved = [known[0]._replace(old_logprobs=known[0].old_logprobs + value), *known[1:]]
     found, _ = penalized(advantage, 0.3, moved, rewards)
-    recipe = recipe_of(Objective(), 2, 1)
+    recipe = recipe_of(algorithm(), 2, 1)
     state = policy_update.create(params_of(recipe), recipe)
     skips = []
     for batch in found.batches:
-        rows = [one.replace(old=None, reference=None) for one in batch]
+        rows = [one._replace(old_logprobs=None, reference_logprobs=None) for one in batch]
         state, metrics = policy_update.update(policy_update.programs(recipe), state, rows, 0)
         skips.append(int(state.skips))
     assert skips == ([1, 0] if advantage == "grpo" else [1, 2])

@@ -12,7 +12,7 @@ from tlt_jax.config import Config
 from tlt_jax.metrics import names
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.strategy import PLAIN
-from tlt_jax.train import speculation_metrics, step_metrics
+from tlt_jax.train import step_metrics
 from tlt_jax.train.health import Health
 from tlt_jax.tuner.interface import Measurement
 
@@ -54,7 +54,7 @@ def chunk(
 
 def metrics(*measurements: Measurement) -> dict[str, float]:
     rollout = SimpleNamespace(measurements=list(measurements), stats=STATS)
-    return speculation_metrics.metrics("eagle3", rollout)
+    return step_metrics.of_drafting("eagle3", rollout)
 
 
 def test_drafting_is_reported_by_kind_depth_and_batch_under_names_of_the_list():
@@ -90,7 +90,7 @@ def test_drafting_is_reported_by_kind_depth_and_batch_under_names_of_the_list():
 @pytest.mark.parametrize("kind", ["none", "ngram"])
 def test_chunks_become_lines_whose_accepted_rounds_add_up(kind):
     rollout = SimpleNamespace(measurements=[chunk(number=7, predicted=90.0), chunk(PLAIN)])
-    lines = speculation_metrics.chunks(kind, rollout)
+    lines = step_metrics.chunks(kind, rollout)
     if kind == "none":
         assert lines == []
         return

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from idle_process import groups_train
 from jobs import Job
 from test_adaptive_runs import ADAPTIVE, STEPS, UNEVEN, drafter_of, same_policy
 from test_processes import TOLERANCE
@@ -28,7 +29,6 @@ from tlt_jax.train.run_state import INVESTMENT
 
 SHARE = ADAPTIVE | {
     "drafter_training.share": 1.0,
-    "idle_training.floor": 0,
     "train.row_tokens": 96,
     "speculation.strategies": ["2_1_3"],
 }
@@ -56,9 +56,9 @@ def recorded(plain, whole, shared):
     config, given = stopped_after(1, whole, shared / "recorded"), []
     learn = step_training.learn
 
-    def watched(drafter, policy, rows, *rest):
+    def watched(recipe, drafter, policy, rows, *rest):
         given.append(jax.tree.map(np.asarray, (policy, rows)))
-        return learn(drafter, policy, rows, *rest)
+        return learn(recipe, drafter, policy, rows, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_training, "learn", watched)
@@ -75,7 +75,7 @@ def test_the_drafter_trains_on_this_steps_answers_and_the_policy_before_its_upda
         lengths = [json.loads(line)["length"] for line in file.read_text().splitlines()]
         found = []
         for batch in rows:
-            for segments, mask in zip(batch.segments, batch.loss_mask, strict=True):
+            for segments, mask in zip(batch.segments, batch.is_answer, strict=True):
                 parts = [mask[segments == one] for one in range(1, segments.max() + 1)]
                 found += [int(part.sum()) for part in parts]
                 # The loss mask covers the tokens after the prompt, to the end of the answer.
@@ -121,9 +121,10 @@ def test_a_block_drafter_learns_changes_no_bit_and_resumes(plain, configure, tmp
 
 @pytest.mark.matrix  # in the gate test_idle_training.py trains one on idle groups
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_a_block_drafter_learns_on_idle_groups_too(plain, configure, tmp_path, kind):
+def test_a_block_drafter_learns_on_idle_groups_too(plain, configure, tmp_path, kind, monkeypatch):
     """Their part of a drafter no run repeats."""
-    idle = configure(tmp_path / "idle", block_knobs(kind) | {"idle_training.floor": 3})
+    groups_train(monkeypatch)
+    idle = configure(tmp_path / "idle", block_knobs(kind))
     assert loop.train(idle) == cli.DONE
     same_policy(idle, plain)
     assert dict(events(idle)["drafter/steps"])[STEPS] >= 6
@@ -134,10 +135,10 @@ def test_a_non_finite_loss_changes_nothing_is_reported_and_the_run_continues(
 ):
     config, learn = stopped_after(2, whole, tmp_path / "run"), step_training.learn
 
-    def spoiled(drafter, policy, rows, recipe, step):
+    def spoiled(recipe, drafter, policy, rows, step):
         if step == 2:
             policy = jax.tree.map(lambda leaf: leaf * np.nan, policy)
-        return learn(drafter, policy, rows, recipe, step)
+        return learn(recipe, drafter, policy, rows, step)
 
     monkeypatch.setattr(step_training, "learn", spoiled)
     before = jax.tree.map(np.asarray, drafter_of(config, 2).params)
@@ -188,7 +189,7 @@ def test_auto_learns_from_rows_until_the_rollout_has_features_and_then_from_what
     monkeypatch.setattr(CompileCosts, "of", lambda *_: 0.01)
     monkeypatch.setattr(investment, "CHANCE", 1e3)
     monkeypatch.setattr(Investment, "after_step", lambda self, _: replace(self, step_seconds=4.0))
-    rest = {"drafter_training.share": "auto", "idle_training.floor": 0}
+    rest = {"drafter_training.share": "auto"}
     config = configure(tmp_path / "run", SHARE | rest)
     assert loop.train(config) == cli.DONE
     same_policy(config, plain)
@@ -210,7 +211,7 @@ def test_auto_learns_from_rows_until_the_rollout_has_features_and_then_from_what
 
 def test_processes_that_disagree_on_seconds_learn_the_same(plain, configure, tmp_path):
     """share auto: the seconds of process 0 decide the training budget, its rows, and when drafting starts."""
-    rest = {"drafter_training.share": "auto", "idle_training.floor": 0, "mesh.fake_devices": 2}
+    rest = {"drafter_training.share": "auto", "mesh.fake_devices": 2}
     config = configure(tmp_path / "run", SHARE | rest)
     with Job(config, 2, "disagreeing_process", by_launcher=True) as job:
         assert job.wait() == [cli.DONE], job.said()

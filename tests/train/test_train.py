@@ -45,9 +45,16 @@ from tlt_jax.metrics import evaluations
 from tlt_jax.models import from_config, hf
 from tlt_jax.rollout import engine as engine_module
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.train import evaluation, loop, minibatches, sft, startup, step_metrics
+from tlt_jax.train import (
+    batch as batches,
+    evaluation,
+    loop,
+    policy_update,
+    sft,
+    startup,
+    step_metrics,
+)
 from tlt_jax.train.evaluation import Evaluated, Evaluator
-from tlt_jax.train.minibatches import PolicyTraining
 from tlt_jax.train.trainer import Trainer
 from tlt_jax.tuner import beg_mab
 
@@ -114,7 +121,7 @@ def test_a_run_keeps_the_answers_of_its_evaluations(whole):
     prompts = datasets.load(whole, datasets.tokenizer(whole)).eval_prompts()
     for index, step in enumerate((0, 2, 4)):
         answers = evaluations.read(evaluations.path_of(whole.run, step))
-        found = [(one.id, one.prompt, one.reference, one.sample) for one in answers]
+        found = [(one.id, one.prompt, one.reference_logprobs, one.sample) for one in answers]
         assert found == [
             (one.id, one.text, one.row["answer"], n) for one in prompts for n in (0, 1)
         ]
@@ -137,7 +144,7 @@ def test_a_resumed_run_ends_with_the_same_bits_and_writes_each_step_once(whole, 
 
 
 def test_a_finished_run_says_so_and_another_configuration_is_refused(whole, monkeypatch, capsys):
-    monkeypatch.setattr(PolicyTraining, "update", None)
+    monkeypatch.setattr(policy_update, "update", None)
     assert loop.train(whole) == cli.DONE
     assert "is finished: it has all 4 steps" in capsys.readouterr().out
     assert configuration.parse(["--run", whole.run]) == whole
@@ -498,7 +505,7 @@ def test_updates_that_are_not_finite_stop_the_run_and_keep_its_weights(
     config = stopped_after(1, whole, tmp_path / "run")
     before = state_of(config, 1)
     monkeypatch.setattr(
-        minibatches, "answer_advantages", lambda rewards, *_: np.full(rewards.shape, np.nan)
+        batches, "answer_advantages", lambda rewards, *_: np.full(rewards.shape, np.nan)
     )
     assert loop.train(config) == cli.DIVERGED
     (line,) = capsys.readouterr().err.strip().splitlines()
@@ -536,7 +543,7 @@ def test_answers_and_updates_that_are_not_finite_are_said_and_a_run_without_an_u
     )
     with monkeypatch.context() as patch:
         patch.setattr(from_config, "load_policy", broken)
-        patch.setattr(minibatches, "answer_advantages", advantages)
+        patch.setattr(batches, "answer_advantages", advantages)
         assert loop.train(config) == cli.DIVERGED
     said = capsys.readouterr()
     assert "error: step 2: every update of the run was skipped, because none was finite" in said.err
@@ -547,7 +554,7 @@ def test_answers_and_updates_that_are_not_finite_are_said_and_a_run_without_an_u
         assert f"step {step}/2  1 of 1 updates were skipped: not finite" in said.out
 
     with monkeypatch.context() as patch:  # a run that had two updates before
-        patch.setattr(minibatches, "answer_advantages", advantages)
+        patch.setattr(batches, "answer_advantages", advantages)
         assert loop.train(stopped_after(2, whole, tmp_path / "later")) == cli.DONE
     _, end = capsys.readouterr().out.split("is done:\n")
     assert end.splitlines()[0] == "  note         2 of 4 updates were skipped: not finite"

@@ -22,7 +22,7 @@ from tlt_jax.data import dataset as datasets, packing, tasks
 from tlt_jax.data.packing import Example
 from tlt_jax.data.prompt_format import Encoder
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.drafter import batch as drafter_batch, corpus, recipe as drafter_recipe, recipes
+from tlt_jax.drafter import corpus, recipe as drafter_recipe, recipes, update as drafter_update
 from tlt_jax.errors import ConfigError, DataError, ModelError
 from tlt_jax.keys import DRAFTER_STREAM, EVAL_STREAM, GENERATE_STREAM, TRAIN_STREAM
 from tlt_jax.models import (
@@ -232,7 +232,7 @@ def test_sigterm_saves_and_the_training_resumes_to_the_same_bits(
     whole, tmp_path, monkeypatch, where
 ):
     config = replace(whole, run=str(tmp_path), checkpoint=replace(whole.checkpoint, every=0))
-    target, name = {"answers": (corpus, "write"), "training": (drafter_batch, "make_batch")}[where]
+    target, name = {"answers": (corpus, "write"), "training": (drafter_update, "on_mesh")}[where]
     with monkeypatch.context() as patch:
         raise_at(patch, target, name, 2, preempt)
         assert drafter.train(config) == cli.PREEMPTED

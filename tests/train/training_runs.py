@@ -19,8 +19,7 @@ from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import from_config
 from tlt_jax.train import policy_update
-from tlt_jax.train.policy_update import PolicyState
-from tlt_jax.train.recipe import Recipe
+from tlt_jax.train.policy_update import PolicyState, Recipe
 
 STEPS = 4
 TASK = {"min_length": 3, "max_length": 4, "modulus": 5}

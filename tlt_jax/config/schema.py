@@ -457,25 +457,8 @@ class IdleTraining:
         "learning rate of a micro-step of at least 2048 tokens; smaller micro-steps scale it by sqrt(tokens / 2048)",
         at_least=0,
     )
-    least_idle_s: float = knob(
-        0.5, "minimum expected idle seconds of a data group to start training", at_least=0
-    )
-    floor: int = knob(
-        0,
-        "minimum micro-steps of every data group in every RL step, also without idle time",
-        at_least=0,
-    )
-    rescue: int = knob(
-        8,
-        "micro-steps of every data group in a step without idle training, when the mean accept length of the last 8 steps "
-        "is a tenth below its best",
-        at_least=0,
-    )
     replay_mib: int = knob(
         512, "replay buffer of a data group, in MiB: features of finished sequences", at_least=1
-    )
-    replay_place: str = knob(
-        "host", "memory of the replay buffer: host | device", one_of=("host", "device")
     )
 
 

@@ -74,11 +74,6 @@ def validate_rl(config: Config) -> None:
             "rollout.temperature 0: all answers to a prompt are the same, so that advantages are 0: use 1.0, or another "
             "value above 0"
         )
-    if config.rollout.deterministic and config.idle_training.floor:
-        raise ConfigError(
-            f"rollout.deterministic with idle_training.floor {config.idle_training.floor}: idle groups do not train without "
-            "a clock: use drafter_training.share, and a floor of 0"
-        )
     share, drafter = config.drafter_training.share, config.speculation.drafter
     if share not in (AUTO, 0) and drafter != ADAPTIVE:
         raise ConfigError(

@@ -1,20 +1,55 @@
-"""Packing of prompts with answers into rows, balanced over data groups.
-
-The places are a function of uids and lengths. Knows no device.
-"""
+"""Packing of prompts with answers into rows, balanced over data groups; the places are a function of uids and lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Float, Int32
 
 from tlt_jax.config import Config
-from tlt_jax.data.segments import most_segments
+from tlt_jax.shapes import most_segments
+
+if TYPE_CHECKING:
+    from jax import Array
 
 ROW_MULTIPLE = 128  # tokens
+
+
+class PackedRows(NamedTuple):
+    """Packed rows, from the packing of answers to every loss of policy and drafter; a pytree. None: absent.
+
+    R rows of T tokens are one accumulation step; on the host there are A steps of them, [A, R, T]. `segments` numbers the
+    examples of a row from 1; 0 is padding. Values of an answer token are at the position that predicts it, one before the
+    token: `targets` holds its id there, and `is_answer` says where an answer's token is to be predicted. There, floats
+    are 0 elsewhere. A log-prob is named after whose it is: of the rollout that drew the token, of the old policy before the
+    first minibatch (None: those of the update itself, so that ratios are 1), of the frozen reference, and of the policy in
+    its update, which exist in its loss alone. `weights`: of each target in the policy's loss, above 0 where this counts
+    it. `features`: the policy's hidden states that the drafter reads; `states`: its normed last hidden states.
+
+    A segment of a drafter's rows may start at any position of its sequence; attention does not reach tokens before it.
+    """
+
+    tokens: Int32[Array, "R T"]
+    positions: Int32[Array, "R T"]
+    segments: Int32[Array, "R T"]
+    targets: Int32[Array, "R T"] | None = None
+    is_answer: Bool[Array, "R T"] | None = None
+    weights: Float[Array, "R T"] | None = None
+    advantages: Float[Array, "R T"] | None = None
+    rollout_logprobs: Float[Array, "R T"] | None = None
+    old_logprobs: Float[Array, "R T"] | None = None
+    reference_logprobs: Float[Array, "R T"] | None = None
+    update_logprobs: Float[Array, "R T"] | None = None
+    features: Float[Array, "R T F"] | None = None
+    states: Float[Array, "R T D"] | None = None
+
+    @property
+    def mask(self) -> Bool[Array, "R T"]:
+        """Where the policy's loss counts the target."""
+        return self.weights > 0
 
 
 def longest(config: Config) -> int:
@@ -68,45 +103,38 @@ class Example(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Packed rows of examples: A accumulation steps of R rows of T tokens.
+class Spans:
+    """Where the answers of examples lie in packed rows of `shape` (A, R, T), in the given order of the examples.
 
-    Token arrays are int32[A, R, T]; `segments` numbers the examples of a row from 1; 0 is padding.
-    Values of an answer token are at the position that predicts it, one before the token; `targets`
-    holds its id there. `spans` [n, 3]: (step, row, first target position) of each example, in the
-    given order.
+    `places` [n, 3]: accumulation step, row, and first target position; `segments` [n]: numbers of the examples in their
+    rows; `lengths` [n]: tokens of the answers.
     """
 
-    tokens: np.ndarray
-    positions: np.ndarray
+    shape: tuple[int, int, int]
+    places: np.ndarray
     segments: np.ndarray
-    targets: np.ndarray
-    spans: np.ndarray
-    answer_lengths: np.ndarray
-
-    @property
-    def fill(self) -> float:
-        """Share of tokens that are not padding."""
-        return float(np.mean(self.segments > 0))
+    lengths: np.ndarray
 
     def spread(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
         """float64[A, R, T]: one value per example at all its targets; 0 elsewhere."""
         return self.place(
-            [np.full(n, value) for n, value in zip(self.answer_lengths, values, strict=True)]
+            [np.full(n, value) for n, value in zip(self.lengths, values, strict=True)]
         )
 
     def place(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """float64[A, R, T]: one value per answer token, at its target; 0 elsewhere."""
-        placed = np.zeros(self.tokens.shape, np.float64)
+        placed = np.zeros(self.shape, np.float64)
         for (step, row, first), length, array in zip(
-            self.spans, self.answer_lengths, arrays, strict=True
+            self.places, self.lengths, arrays, strict=True
         ):
             placed[step, row, first : first + length] = array
         return placed
 
 
-def pack(examples: Sequence[Example], row_tokens: int, rows: int, groups: int = 1) -> Packed:
-    """The examples, packed into `rows` rows of `row_tokens` tokens per accumulation step.
+def pack(
+    examples: Sequence[Example], row_tokens: int, rows: int, groups: int = 1
+) -> tuple[PackedRows, Spans]:
+    """The examples, packed into `rows` rows of `row_tokens` tokens per accumulation step, and where their answers lie.
 
     First-fit decreasing: longest first, equal lengths by uid; at most most_segments(row_tokens) per row. `groups`
     data groups get equal numbers of rows. Raises ValueError as `check`.
@@ -116,7 +144,8 @@ def pack(examples: Sequence[Example], row_tokens: int, rows: int, groups: int = 
     arrays = {
         name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segments", "targets")
     }
-    spans = np.zeros((len(examples), 3), np.int64)
+    is_answer = np.zeros(shape, bool)
+    spans, numbers = np.zeros((len(examples), 3), np.int64), np.zeros(len(examples), np.int64)
     for index, step, row, segment, start in places:
         example = examples[index]
         end, first = start + example.length, start + len(example.prompt) - 1
@@ -125,10 +154,11 @@ def pack(examples: Sequence[Example], row_tokens: int, rows: int, groups: int = 
         arrays["positions"][step, row, start:end] = np.arange(example.length)
         arrays["segments"][step, row, start:end] = segment
         arrays["targets"][step, row, first : end - 1] = example.answer
-        spans[index] = step, row, first
+        is_answer[step, row, first : end - 1] = True
+        spans[index], numbers[index] = (step, row, first), segment
 
     lengths = np.array([len(example.answer) for example in examples])
-    return Packed(**arrays, spans=spans, answer_lengths=lengths)
+    return PackedRows(**arrays, is_answer=is_answer), Spans(shape, spans, numbers, lengths)
 
 
 class Place(NamedTuple):

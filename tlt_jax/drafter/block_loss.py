@@ -17,7 +17,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from tlt_jax import keys
-from tlt_jax.drafter.batch import Batch
+from tlt_jax.data.packing import PackedRows
 from tlt_jax.drafter.recipe import Recipe
 from tlt_jax.drafter.scores import mean, part_logits, policy_heads, policy_logits, split
 from tlt_jax.models import block_drafter, drafter as drafters, token_logprobs as scoring
@@ -47,7 +47,12 @@ class Objective:
     spacing: int = 2
 
     def evaluate(
-        self, params: DrafterParams, shared: Shared, batch: Batch, recipe: Recipe, step: Array | int
+        self,
+        params: DrafterParams,
+        shared: Shared,
+        batch: PackedRows,
+        recipe: Recipe,
+        step: Array | int,
     ) -> tuple[Array, dict[str, Array]]:
         """The loss of this objective, and its metrics: `loss`."""
         return loss(params, shared, batch, recipe, step)
@@ -55,7 +60,11 @@ class Objective:
 
 @shaped
 def loss(
-    params: DrafterParams, shared: Shared, batch: Batch, recipe: Recipe, step: Int[Array, ""] | int
+    params: DrafterParams,
+    shared: Shared,
+    batch: PackedRows,
+    recipe: Recipe,
+    step: Int[Array, ""] | int,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""] | Int[Array, ""]]]:
     """The loss of a batch with features and states in optimizer step `step`, and its metrics.
 
@@ -77,7 +86,7 @@ def loss(
     variation = mean(scores.variation, counts, weights)
     total = objective.token * token_loss + objective.variation * variation
     metrics = {
-        "tokens": jnp.sum(batch.loss_mask),
+        "tokens": jnp.sum(batch.is_answer),
         "token_loss": token_loss,
         "variation": variation,
     }
@@ -93,10 +102,10 @@ def loss(
 
 
 @shaped
-def candidates(batch: Batch) -> Bool[Array, "R T"]:
+def candidates(batch: PackedRows) -> Bool[Array, "R T"]:
     """Whether a token can be an anchor: its next token is to be learned, and its segment has a token before it."""
     is_first = batch.segments != jnp.roll(batch.segments, 1, axis=1)
-    return batch.loss_mask & ~is_first.at[:, 0].set(True)
+    return batch.is_answer & ~is_first.at[:, 0].set(True)
 
 
 @shaped
@@ -127,13 +136,13 @@ class Places:
 
 
 @shaped
-def positions_of(anchors: Int[Array, "R A"], batch: Batch, depth: int) -> Places:
+def positions_of(anchors: Int[Array, "R A"], batch: PackedRows, depth: int) -> Places:
     """The places of the blocks of `depth` positions at the anchors."""
     T = batch.tokens.shape[1]
     wanted = anchors[..., None] + jnp.arange(depth)
     at = jnp.clip(wanted, 0, T - 1)
     own = look_up(batch.segments, at[..., :1])
-    known = look_up(batch.loss_mask, at) & (look_up(batch.segments, at) == own)
+    known = look_up(batch.is_answer, at) & (look_up(batch.segments, at) == own)
     known &= (anchors[..., None] >= 0) & (wanted < T)
     counts = jnp.cumsum(~known, axis=-1) == 0
     after = look_up(batch.segments, jnp.minimum(at + 1, T - 1))
@@ -166,7 +175,7 @@ class Scores:
 def position_scores(
     params: DrafterParams,
     shared: Shared,
-    batch: Batch,
+    batch: PackedRows,
     places: Places,
     hidden: Float[Array, "R A P Z"],
     recipe: Recipe,

@@ -18,7 +18,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from tlt_jax import keys
-from tlt_jax.drafter.batch import Batch
+from tlt_jax.data.packing import PackedRows
 from tlt_jax.drafter.recipe import Recipe
 from tlt_jax.drafter.scores import gathered, mean, part_logits, policy_heads, policy_logits, split
 from tlt_jax.models import drafter as drafters, eagle, token_logprobs as scoring
@@ -53,7 +53,12 @@ class Objective:
         return self.unroll
 
     def evaluate(
-        self, params: DrafterParams, shared: Shared, batch: Batch, recipe: Recipe, step: Array | int
+        self,
+        params: DrafterParams,
+        shared: Shared,
+        batch: PackedRows,
+        recipe: Recipe,
+        step: Array | int,
     ) -> tuple[Array, dict[str, Array]]:
         """The loss of this objective, and its metrics: `loss`."""
         return loss(params, shared, batch, recipe, step)
@@ -61,11 +66,15 @@ class Objective:
 
 @shaped
 def loss(
-    params: DrafterParams, shared: Shared, batch: Batch, recipe: Recipe, step: Int[Array, ""] | int
+    params: DrafterParams,
+    shared: Shared,
+    batch: PackedRows,
+    recipe: Recipe,
+    step: Int[Array, ""] | int,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""] | Int[Array, ""]]]:
     """The loss of a batch with features and states in optimizer step `step`, and its metrics.
 
-    Each term is a mean over the positions in `loss_mask` that draft step j can predict: j + 1 slots
+    Each term is a mean over the positions in `is_answer` that draft step j can predict: j + 1 slots
     of their segment lie before them.
     """
     objective = recipe.objective
@@ -77,10 +86,10 @@ def loss(
     aligned = [jnp.roll(step, j + 1, axis=1) for j, step in enumerate(hidden)]
     scores = token_scores(params, shared, batch.states, aligned, recipe)
 
-    total, metrics = jnp.zeros((), scores[0].token_loss.dtype), {"tokens": jnp.sum(batch.loss_mask)}
+    total, metrics = jnp.zeros((), scores[0].token_loss.dtype), {"tokens": jnp.sum(batch.is_answer)}
     for j, (predicted, score) in enumerate(zip(aligned, scores, strict=True)):
         _, reaches = eagle.shift(batch.segments, batch.segments, j + 1)
-        known = batch.loss_mask & jnp.roll(reaches, j + 1, axis=1)  # s - 1 - j is in s's segment
+        known = batch.is_answer & jnp.roll(reaches, j + 1, axis=1)  # s - 1 - j is in s's segment
         token_loss = mean(score.token_loss, known & score.learns)
         step_loss = TOKEN_WEIGHT[recipe.drafter.kind] * token_loss
         if objective.top_loss:

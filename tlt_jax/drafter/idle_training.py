@@ -6,38 +6,34 @@ groups; the copies are merged before the policy update. Training changes no answ
 
 from __future__ import annotations
 
+import json
 import logging
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from tlt_jax.distributed.job import Job
-from tlt_jax.drafter import reports, update
-from tlt_jax.drafter.budget import Budget
-from tlt_jax.drafter.interface import Copies, Windows
+from tlt_jax.drafter import update
+from tlt_jax.drafter.investment import Budget
 from tlt_jax.drafter.recipe import DrafterState
-from tlt_jax.drafter.reports import Trained
+from tlt_jax.drafter.replay import Replay
+from tlt_jax.drafter.update import Copies
 from tlt_jax.rollout.events import Look
 from tlt_jax.rollout.executables.protocols import Program, Programs
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.scheduler.driver import WALL, Clock
 from tlt_jax.spec_decode.decode_state import Weights
 
-# GAIN: the share of the remaining rollout time that a trained drafter is assumed to save, before any measurement. PROGRAMS:
-# compile cost of training and using it (micro-step, harvest, catch-up, chunks), in units of a micro-step's.
-GAIN, PROGRAMS = 0.15, 3.0
+LEAST_IDLE_S = 0.5  # shortest expected idle time in which a group trains
+RESIZED = 0.05  # share of the rest of the run's rollouts that compiling micro-steps of another size may take
 EVALUATE_EVERY = 16  # micro-steps between evaluations on held-out windows
 LEAST_TOKENS, MOST_TOKENS = 128, 8192  # limits of the tokens of a micro-step
 MICRO_STEP_S = 0.25  # longest micro-step in seconds: RL work may have to wait for it
 FIRST_TOKENS = 256  # of a run's first micro-step; its seconds determine the size of the later ones
-# The accept length counts as fallen when its mean over RECENT steps is below FALLEN times the best such mean, which decays
-# by MEMORY a step. With few answers, the accept length of a single step varies by a tenth.
-FALLEN, MEMORY, RECENT = 0.9, 0.99, 8
 # A group is left out after its work raised in this many RL steps in a row; all idle training stops after as many steps in a
 # row in which groups failed and none trained.
 FAILURES = 2
@@ -66,10 +62,8 @@ class IdleTraining:
 
     Call `begin` before each rollout and `end` after it. All state but the drafter's is a cache: a restart loses replay,
     copies, sizes and compile costs, which costs speed only. `replays`: of the data groups of this process.
-    `piece(group, rows, tokens)` returns the program of a micro-step (micro_step.MicroStep). `starting()`: seconds to
-    recompile the rollout's programs with features for the drafter. `job` makes all processes decide alike. With
-    `follows` and no floor, training starts only by `activate`: once drafting with the drafter that the policy update
-    trains pays off. Without `is_idle_used` no group trains when idle.
+    `piece(group, rows, tokens)` returns the program of a micro-step (update.MicroStep). `job` makes all processes decide
+    alike. Training starts by `activate`. Without `is_idle_used` no group trains when idle.
     """
 
     kind = "train"
@@ -77,28 +71,17 @@ class IdleTraining:
     def __init__(
         self,
         on_devices: Copies,
-        replays: Mapping[int, Windows],
+        replays: Mapping[int, Replay],
         programs: Programs,
         piece: Callable[[int, int, int], Program],
         bound: float = MICRO_STEP_S,
-        least_idle: float = 0.0,
-        floor: int = 0,
-        rescue: int = 0,
-        starting: Callable[[], float] = lambda: 0.0,
         job: Job | None = None,
-        follows: bool = False,
         is_idle_used: bool = True,
         clock: Clock = WALL,
     ):
         self.on_devices, self.replays, self.job = on_devices, dict(replays), job or Job()
         self.programs, self.make_piece, self.clock = programs, piece, clock
-        self.bound, self.least_idle, self.floor, self.rescue = bound, least_idle, floor, rescue
-        self.starting, self.follows, self.is_idle_used = starting, follows, is_idle_used
-        self.accept_lengths: deque[float] = deque(maxlen=RECENT)
-        self.best_accept_length = 0.0
-        self.seconds = self.idle = (
-            0.0  # of the previous rollout: all of it, and those its idlest group was idle
-        )
+        self.bound, self.is_idle_used, self.seconds = bound, is_idle_used, 0.0  # of a rollout
         # Held-out acceptance of the drafter by depth, given the depths before.
         self.depths: list[float] = []  # measured in this step
         self.known_depths: list[float] = []  # the last measurement
@@ -123,7 +106,7 @@ class IdleTraining:
             "harvesters": self.replays,
             "listeners": [self.listen],
             "idle_work": self,
-            "least_idle": self.least_idle,
+            "least_idle": LEAST_IDLE_S,
         }
 
     def listen(self, look: Look) -> None:
@@ -160,26 +143,11 @@ class IdleTraining:
         self.policies = {group: one.target for group, one in weights.items()}
         self.copies = {group: Copy(part) for group, part in self.on_devices.spread(state).items()}
 
-    def is_worth(self, seconds_left: float, start: float = 0.0) -> bool:
-        """Whether a drafter's expected payback exceeds `start` and the compile cost of training and using it, in seconds."""
-        compile_cost = self.programs.compile_cost(self.piece(min(self.replays), self.wanted))
-        return GAIN * seconds_left > start + PROGRAMS * compile_cost
-
-    def pays(self, seconds_left: float) -> bool:
-        """Whether training pays off in the remaining `seconds_left` of rollouts; with a floor it always does.
-
-        Checked after every step until it does: the rest of the run must be long enough, and a group idle for more than
-        `least_idle` seconds.
-        """
-        if seconds_left <= 0:
-            return False
-        is_idle = self.idle > self.least_idle
-        return self.floor > 0 or (is_idle and self.is_worth(seconds_left, self.starting()))
-
     def resize(self, seconds_left: float) -> None:
         """Compiles the micro-steps of the wanted size and uses them once compiled; keeps the size if that would not pay off."""
         pieces = [self.piece(group, self.wanted) for group in self.replays]
-        if self.tokens != self.wanted and not self.is_worth(seconds_left):
+        compile_cost = self.programs.compile_cost(pieces[0])
+        if self.tokens != self.wanted and compile_cost >= RESIZED * seconds_left:
             self.wanted = self.tokens
             return
         self.programs.prepare(pieces)
@@ -252,21 +220,11 @@ class IdleTraining:
         log.log(level, "idle training of group %d failed in this step: %s: %s", group, kind, error)
         self.broken.add(group)
 
-    def keep_alive(self, accept_length: float, seconds: float = 0.0) -> float:
-        """Runs the micro-steps due after a rollout with this accept length, and returns the seconds that they took.
+    def keep_alive(self, seconds: float, least: int = 0) -> float:
+        """Runs micro-steps after a rollout: as many as fit in `seconds`, if FEW_PAID do; returns the seconds that they took.
 
-        Every group makes at least `floor`, at least `rescue` when the accept length fell and no group of this process
-        trained, and as many as fit in `seconds`, if FEW_PAID do. All groups run concurrently.
+        Every group has at least `least` of this step. All groups run concurrently.
         """
-        is_low = False
-        if accept_length:
-            self.accept_lengths.append(accept_length)
-        if accept_length and len(self.accept_lengths) == RECENT:
-            recent = sum(self.accept_lengths) / RECENT
-            is_low = recent < FALLEN * self.best_accept_length
-            self.best_accept_length = max(MEMORY * self.best_accept_length, recent)
-        is_unused = not any(copy.steps for copy in self.copies.values())
-        least = max(self.floor, self.rescue if is_low and is_unused else 0)
         if seconds < FEW_PAID * self.micro_step_seconds:
             seconds = 0.0
         spent = 0.0
@@ -312,27 +270,14 @@ class IdleTraining:
                 self.copies[group] = Copy(self.on_devices.blank(group))
 
     def end(
-        self,
-        state: DrafterState | None,
-        seconds: float,
-        idle: float,
-        accept_length: float,
-        rollouts_left: float,
-        paid: float = 0.0,
+        self, state: DrafterState | None, seconds: float, paid: float = 0.0
     ) -> tuple[DrafterState | None, dict[str, float]]:
         """The drafter after a rollout, merged from the groups' copies, and the metrics of its training.
 
-        `seconds`: of the rollout, without compiling; `idle`: seconds in which its idlest group had nothing to decode.
-        `accept_length`: of its chunks that drafted; 0: none did. `state`: the drafter before the rollout; None: there is
-        none yet. `rollouts_left`: rollouts of this length still to come. `paid`: seconds that groups may train after the
-        rollout; `paid_seconds` then holds the seconds that they took.
+        `seconds`: of the rollout, without compiling. `state`: the drafter before the rollout; None: there is none yet.
+        `paid`: seconds that groups may train after the rollout; `paid_seconds` then holds the seconds that they took.
         """
-        self.seconds, self.idle = seconds, idle
-        may_start = self.is_idle_used and not self.pays_off and (self.floor > 0 or not self.follows)
-        if may_start and self.job.decided(self.pays(seconds * rollouts_left)):
-            log.info("the drafter is trained from here on")
-            self.activate()
-        self.paid_seconds = self.keep_alive(accept_length, paid)
+        self.seconds, self.paid_seconds = seconds, self.keep_alive(paid)
         self.leave_out()
         copies, self.copies, self.policies = self.copies, {}, {}
         self.depths = []
@@ -340,7 +285,7 @@ class IdleTraining:
             Trained(group, one.steps, one.tokens, one.depths) for group, one in copies.items()
         ]
         replays = [replay.metrics() for replay in self.replays.values()] if copies else []
-        report = reports.exchanged(self.job, trained, len(self.broken), replays)
+        report = exchanged(self.job, trained, len(self.broken), replays)
         if report.is_failed:
             self.failures += 1
             if self.failures >= FAILURES and not self.is_stopped:
@@ -361,3 +306,83 @@ class IdleTraining:
             return state, report.metrics
         states = {group: copy.state for group, copy in copies.items()}
         return self.on_devices.merged(states, report.tokens), report.metrics
+
+
+class Trained(NamedTuple):
+    """The training of a data group's copy of the drafter: `steps` micro-steps on `tokens` tokens.
+
+    `depths`: the latest acceptance on held-out windows at every depth; empty when not measured.
+    """
+
+    group: int
+    steps: int
+    tokens: int
+    depths: list[float]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The training of all data groups, in their order; how many of them failed; the metrics of their replays."""
+
+    trained: list[Trained]
+    broken: int
+    replays: list[dict[str, float]]
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether groups failed and none trained."""
+        return self.broken > 0 and not sum(self.tokens)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens trained on, by data group."""
+        return [one.tokens for one in self.trained]
+
+    @property
+    def seen(self) -> list[Trained]:
+        """The groups that evaluated on held-out windows."""
+        return [one for one in self.trained if one.depths]
+
+    @property
+    def depths(self) -> list[float]:
+        """Held-out acceptance at every depth given the depths before, mean over the groups."""
+        return np.mean([one.depths for one in self.seen], axis=0).tolist() if self.seen else []
+
+    @property
+    def training(self) -> dict[str, float]:
+        """Steps and tokens of all groups, as metrics."""
+        return {
+            "drafter/steps": float(sum(one.steps for one in self.trained)),
+            "drafter/tokens": float(sum(self.tokens)),
+        }
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`training`, sums over the replays (of their age the mean), and the mean held-out acceptance of the groups."""
+        found = self.training
+        for name in {name for part in self.replays for name in part}:
+            values = [part[name] for part in self.replays if name in part]
+            found[name] = float(np.mean(values) if name.endswith("age") else np.sum(values))
+        if self.seen:
+            found["drafter/acceptance"] = self.depths[0]
+        if sum(self.tokens):
+            found["drafter/merge_weight_max"] = max(self.tokens) / sum(self.tokens)
+        if self.broken:
+            found["drafter/failed_groups"] = float(self.broken)
+        return found
+
+
+def exchanged(
+    job: Job,
+    trained: Sequence[Trained],
+    broken: int,
+    replays: Sequence[Mapping[str, float]],
+) -> Report:
+    """The report of all processes from each one's own part; a collective, which all call."""
+    payload = json.dumps((trained, broken, replays)).encode()
+    parts = [json.loads(part) for part in job.gather(payload)]
+    return Report(
+        sorted(Trained(*one) for every, *_ in parts for one in every),
+        sum(broken for _, broken, _ in parts),
+        [one for *_, many in parts for one in many],
+    )

@@ -1,7 +1,8 @@
-"""The budget of drafter training in the policy update, under drafter_training.share auto; knows no device and no clock.
+"""How much drafter training pays: in the policy update, under drafter_training.share auto, and on idle data groups.
 
 Training is an investment: it takes seconds of RL steps, and saves seconds of later rollouts once drafting pays off. A
 step trains when the rest of the run is expected to repay it, or within a small share of the run. All amounts are seconds.
+Idle training costs nothing; it pauses while acceptance stalls.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ HOPED, CHANCE = (0.8,), 1 / 3
 # fitted to the means of the last BINS bins; it needs at least LEAST.
 PER_DOUBLING, BINS, LEAST = 2, 6, 3
 MOST = 0.9  # highest acceptance that is predicted
+# Training pauses after this many micro-steps of a data group without improvement. Idle micro-steps cost nothing: a drafter
+# of a 2-layer policy stalled for 150 of them, then rose from 0.55 to 0.63 in 300 more.
+PATIENCE = 512
 NEWEST = 0.3  # weight of the newest step in the running mean of step_seconds
 
 # worth(acceptance by depth): seconds that drafting with such a drafter saves in the rest of the run, and the compile cost of
@@ -171,3 +175,25 @@ class Investment:
         if not self.credit:
             return 0
         return 1 if is_first or not self.piece_seconds else int(self.credit / self.piece_seconds)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Pauses training when acceptance stalls, and resumes it when acceptance falls.
+
+    `best`: highest acceptance since training started or resumed. `stalled`: micro-steps of a group since `best` last
+    rose.
+    """
+
+    best: float = 0.0
+    stalled: int = 0
+    is_paused: bool = False
+
+    def after(self, acceptance: float, steps: int) -> Budget:
+        """The budget after an RL step of `steps` micro-steps; `acceptance`: of the first draft token, at its end."""
+        if self.is_paused:
+            return self if acceptance > self.best - FALL else Budget(best=acceptance)
+        if acceptance > self.best + RISE:
+            return Budget(best=acceptance)
+        stalled = self.stalled + steps
+        return replace(self, stalled=stalled, is_paused=stalled >= PATIENCE)

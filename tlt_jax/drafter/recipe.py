@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from tlt_jax import optimizer
-from tlt_jax.drafter.batch import Batch
+from tlt_jax.data.packing import PackedRows
 from tlt_jax.models import drafter as drafters
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.drafter import DrafterConfig, DrafterParams, Shared
@@ -36,7 +36,12 @@ class Objective(Protocol):
     def compile_steps(self) -> int: ...
 
     def evaluate(
-        self, params: DrafterParams, shared: Shared, batch: Batch, recipe: Recipe, step: Array | int
+        self,
+        params: DrafterParams,
+        shared: Shared,
+        batch: PackedRows,
+        recipe: Recipe,
+        step: Array | int,
     ) -> tuple[Array, dict[str, Array]]: ...
 
 

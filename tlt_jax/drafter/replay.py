@@ -1,40 +1,41 @@
 """The replay buffer of one data group: windows of sequences that finished in this RL step or the previous one.
 
-The group's idle devices train the drafter from it while other groups decode. It knows neither drafter nor coordinator. It
-is a cache: losing it costs speed, and changes no answer.
+The group's idle devices train the drafter from it while other groups decode. It is a cache: losing it costs speed, and
+changes no answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tlt_jax.drafter import batch as drafter_batch, windows as choice
-from tlt_jax.drafter.batch import Batch
-from tlt_jax.drafter.window_store import STORES, WindowStore
-from tlt_jax.drafter.windows import Piece, Window
+from tlt_jax.data.packing import PackedRows
+from tlt_jax.distributed.mesh import put, sharding
 from tlt_jax.rollout.events import Emitted, Ended, Harvested, Look
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.decode_state import BROKEN, Features
 
 WINDOWS, DRAWS = 0, 1  # random streams: which windows are stored, what is drawn
+MOST_BATCHES = 32  # largest expected length of the circle that `draw` cuts from, in batches
 
 
 @dataclass(frozen=True)
 class ReplayConfig:
     """Sizes of a replay buffer.
 
-    `width`: positions of a window. `most`: windows stored of one sequence. `max_bytes`: of features and states in one
-    group, over all its devices. `place`: where these are stored, "host" or "device". `held_out`: one sequence in
-    `held_out` is used for evaluation only; 0: none. Raises ValueError for impossible values.
+    `width`: positions of a window. `most`: windows stored of one sequence. `max_bytes`: of features and states of one
+    group, in host memory. `held_out`: one sequence in `held_out` is used for evaluation only; 0: none. Raises ValueError
+    for impossible values.
     """
 
     width: int
     max_bytes: int
-    place: str = "host"
     most: int = 2
     seed: int = 0
     held_out: int = 0
@@ -44,8 +45,6 @@ class ReplayConfig:
             raise ValueError(
                 f"{self.most} windows of {self.width} positions: one of 2 is the least"
             )
-        if self.place not in STORES:
-            raise ValueError(f"place {self.place!r} is not one of {', '.join(STORES)}")
 
 
 class Replay:
@@ -53,18 +52,18 @@ class Replay:
 
     The windows that it wants are a function of seed, step, sequence and length alone, so the replay of any group can
     answer for all. Draws depend on which windows have arrived, and not on their order. Call `begin` before the rollout of
-    a step.
+    a step. Features are held in host memory, in the dtype that they came in.
     """
 
     def __init__(self, config: ReplayConfig, group: int, mesh: Mesh):
         self.config, self.group, self.mesh, self.width = config, group, mesh, config.width
-        self.store: WindowStore = STORES[config.place]()
         self.step, self.request = 0, None  # of the current rollout
         self.parts: dict[int, list[np.ndarray]] = {}  # of answers so far, by uid
         self.broken: set[int] = set()  # uids of answers whose logits were not finite
         self.answers: dict[int, dict[int, int]] = {}  # tokens of finished answers: step -> uid -> n
         self.awaited: dict[tuple[int, int], Window] = {}  # by uid and first position
-        self.held: dict[Window, int] = {}  # bytes of each
+        self.held: dict[Window, Features] = {}
+        self.shardings: Features | None = None  # of harvested values
         self.drawn = self.aged = 0  # tokens drawn in this step; the sum of their ages in steps
 
     def begin(self, step: int, request: RolloutRequest) -> None:
@@ -72,13 +71,13 @@ class Replay:
         self.step, self.request = step, request
         self.parts, self.broken, self.awaited, self.drawn, self.aged = {}, set(), {}, 0, 0
         self.answers = {step - 1: self.answers.get(step - 1, {}), step: {}}
-        self.drop([window for window in self.held if window.step != step - 1])
+        self.held = {one: held for one, held in self.held.items() if one.step == step - 1}
 
     def wanted(self, uid: int, length: int) -> list[int]:
-        """First positions of the windows to store of a sequence, see windows.wanted."""
+        """First positions of the windows to store of a sequence, see the function wanted."""
         random = np.random.default_rng([self.config.seed, WINDOWS, self.step, uid])
         prompt = len(self.prompt(uid))
-        return choice.wanted(prompt, length, self.width, self.config.most, random)
+        return wanted(prompt, length, self.width, self.config.most, random)
 
     def prompt(self, uid: int) -> np.ndarray:
         """The prompt of a sequence."""
@@ -110,7 +109,7 @@ class Replay:
             raise ValueError(f"sequence {uid} has {length} tokens, {len(text)} were reported")
         self.answers[self.step][uid] = length - len(prompt)
         for start in self.wanted(uid, length):
-            window = choice.cut(text, self.step, uid, start, self.width, len(prompt))
+            window = cut(text, self.step, uid, start, self.width, len(prompt))
             self.awaited[uid, start] = window
 
     def keep(self, windows: tuple[tuple[int, int], ...], values: Features) -> None:
@@ -120,40 +119,43 @@ class Replay:
         """
         found = {row: self.awaited.pop(key, None) for row, key in enumerate(windows)}
         new = {row: window for row, window in found.items() if window}
-        sizes = {window: self.store.bytes_of(window, values) for window in new.values()}
+        if not new:
+            return
+        token = sum(leaf.shape[-1] * leaf.dtype.itemsize for leaf in jax.tree.leaves(values))
+        sizes = {one: one.size * token for one in new.values()}
         limit = self.config.max_bytes
-        if sizes and max(sizes.values()) > limit:
+        if max(sizes.values()) > limit:
             raise ValueError(
                 f"a window of {self.width} positions takes {max(sizes.values())} bytes, the replay "
                 f"may have {limit}"
             )
-        stay = choice.within(self.held | sizes, limit)
-        self.drop([window for window in self.held if window not in stay])
-        new = {row: window for row, window in new.items() if window in stay}
-        self.store.put(new, values, limit)
-        self.held |= {window: sizes[window] for window in new.values()}
+        stay = within({one: bytes_of(held) for one, held in self.held.items()} | sizes, limit)
+        self.held = {one: held for one, held in self.held.items() if one in stay}
+        self.shardings = jax.tree.map(lambda leaf: leaf.sharding, values)
+        values = jax.tree.map(np.asarray, values)  # waits until they are copied
+        for row, window in new.items():
+            if window in stay:
+                self.held[window] = jax.tree.map(
+                    lambda leaf, row=row, size=window.size: leaf[row, :size].copy(), values
+                )
 
-    def drop(self, windows: list[Window]) -> None:
-        """Drops stored windows."""
-        self.store.drop(windows)
-        for window in windows:
-            del self.held[window]
-
-    def sample(self, draw: int, rows: int, row_tokens: int, held_out: bool = False) -> Batch | None:
+    def sample(
+        self, number: int, rows: int, row_tokens: int, held_out: bool = False
+    ) -> PackedRows | None:
         """The batch of one micro-step: R = rows packed rows of T = row_tokens tokens, on the group's devices.
 
         `held_out`: drawn from the held-out sequences, all windows with equal weight. A function of seed, step, group,
-        `draw` and the stored windows; None when there are none. Features and states have the dtype and the shardings of
-        the harvest; without states, the features serve as states. See windows.weights and windows.draw.
+        `number` and the stored windows; None when there are none. Features and states have the dtype and the shardings of
+        the harvest; without states, the features serve as states. See weights and draw.
         """
         held = sorted(
             (one for one in self.held if self.is_held_out(one) == held_out),
             key=lambda one: (one.step, one.uid, one.start),
         )
-        random = np.random.default_rng([self.config.seed, DRAWS, self.step, self.group, draw])
+        random = np.random.default_rng([self.config.seed, DRAWS, self.step, self.group, number])
         answers = (list(self.answers.get(step, {}).values()) for step in (self.step, self.step - 1))
-        weights = np.ones(len(held)) if held_out else choice.weights(held, self.step, *answers)
-        pieces = choice.draw(held, weights, rows * row_tokens, random)
+        shares = np.ones(len(held)) if held_out else weights(held, self.step, *answers)
+        pieces = draw(held, shares, rows * row_tokens, random)
         if not pieces:
             return None
         if not held_out:
@@ -167,18 +169,235 @@ class Replay:
         share = self.config.held_out
         return share > 0 and (parts >> 8 & 0xFFFF) % share == 0
 
-    def assemble(self, pieces: Sequence[Piece], rows: int, row_tokens: int) -> Batch:
+    def assemble(self, pieces: Sequence[Piece], rows: int, row_tokens: int) -> PackedRows:
         """The packed batch of pieces of stored windows. Raises ValueError for more tokens than R x T."""
-        placed = choice.place(pieces, rows, row_tokens)
-        batch = drafter_batch.make_batch(choice.packed(placed, rows, row_tokens), self.mesh)
-        values = self.store.gather(placed, rows, row_tokens)
+        placed = place(pieces, rows, row_tokens)
+        host = packed(placed, rows, row_tokens)
+        batch = put(host, sharding(self.mesh, ("batch", None), "train"))
+        values = self.gather(placed, rows, row_tokens)
         states = values.features if values.states is None else values.states
-        return batch.replace(features=values.features, states=states)
+        return batch._replace(features=values.features, states=states)
+
+    def gather(self, placed: Sequence[Placed], rows: int, row_tokens: int) -> Features:
+        """Features [R, T, F] and states [R, T, D] on the group's devices; zero where nothing is placed."""
+        sources = [self.held[one.piece.window] for one in placed]
+
+        def assemble(*leaves: np.ndarray) -> np.ndarray:
+            array = np.zeros((rows, row_tokens, leaves[0].shape[-1]), leaves[0].dtype)
+            for ((_, first, size), row, column, _), leaf in zip(placed, leaves, strict=True):
+                array[row, column : column + size] = leaf[first : first + size]
+            return array
+
+        return jax.device_put(jax.tree.map(assemble, *sources), self.shardings)
 
     def metrics(self) -> dict[str, float]:
         """Stored tokens and bytes, and the mean age in RL steps of the tokens drawn in this step, if any."""
         found = {
             "drafter/replay_tokens": float(sum(window.size for window in self.held)),
-            "drafter/replay_bytes": float(sum(self.held.values())),
+            "drafter/replay_bytes": float(sum(map(bytes_of, self.held.values()))),
         }
         return found | ({"drafter/replay_age": self.aged / self.drawn} if self.drawn else {})
+
+
+def bytes_of(values: Features) -> int:
+    """Bytes of a window's features and states."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(values))
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Positions start, start + 1, ... of a sequence that finished in RL step `step`; tokens: int32[n].
+
+    `prompt`, `length`: tokens of the sequence's prompt and of the whole sequence. Its last token is in no window: the
+    policy has no features of it, and no loss reads the drafter's slot there.
+    """
+
+    step: int
+    uid: int
+    start: int
+    prompt: int
+    length: int
+    tokens: np.ndarray
+
+    @property
+    def size(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def answer(self) -> int:
+        """Tokens of the whole answer."""
+        return self.length - self.prompt
+
+    @property
+    def learned(self) -> int:
+        """Positions whose next token is one of the answer."""
+        return self.start + self.size - max(self.start, self.prompt - 1)
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """bool[n]: the next token is one of the answer."""
+        return np.arange(self.start, self.start + self.size) >= self.prompt - 1
+
+
+def cut(text: np.ndarray, step: int, uid: int, start: int, width: int, prompt: int) -> Window:
+    """The window of `width` positions of a whole sequence int32[length], shorter at its end."""
+    tokens = text[start : min(start + width, len(text) - 1)]
+    return Window(step, uid, start, prompt, len(text), tokens)
+
+
+def wanted(
+    prompt: int, length: int, width: int, most: int, random: np.random.Generator
+) -> list[int]:
+    """First positions of the windows to store of a sequence, ascending; empty when there is nothing to train on.
+
+    One window from position 0 if it covers the sequence. Otherwise the fewest windows that cover the answer, evenly
+    spaced, with at most half a window of the prompt; of these at most `most`, drawn at random: every part of a long
+    answer is equally likely to be stored (the reference keeps its end).
+    """
+    known = length - 1
+    if known <= max(prompt - 1, 1):
+        return []
+    if known <= width:
+        return [0]
+    last = known - width
+    first = max(0, min(prompt - width // 2, last))
+    count = -(-(known - first) // width)
+    starts = [first + (last - first) * i // max(count - 1, 1) for i in range(count)]
+    return [starts[i] for i in sorted(random.choice(count, min(most, count), replace=False))]
+
+
+def within(sizes: Mapping[Window, int], limit: int) -> set[Window]:
+    """The windows to keep within `limit` bytes together; `sizes`: bytes of each.
+
+    Those of the oldest step are dropped first, within a step those of the shortest answers. If all windows have one size,
+    what is left does not depend on the order in which windows arrived.
+    """
+    order = sorted(sizes, key=lambda one: (-one.step, -one.answer, one.uid, one.start))
+    fits = np.cumsum([sizes[window] for window in order]) <= limit
+    return {window for window, stays in zip(order, fits, strict=True) if stays}
+
+
+def weights(
+    windows: Sequence[Window], step: int, current: Sequence[int], previous: Sequence[int]
+) -> np.ndarray:
+    """float64[n]: expected number of draws of each window in one pass over the stored windows, in this RL step.
+
+    `current`, `previous`: tokens of each answer that finished in this step so far, and in the previous step; answers
+    without a stored window count too.
+
+    One-step-offset sampling (arXiv 2511.16665): a group that is idle early has short answers, so the previous step's
+    answers stand in for those still being generated. Sequences that started together finish in order of length: answers
+    up to the longest in `current` have finished, longer ones have not. So windows of previous answers are drawn if these
+    are longer than all of `current`, and their share of the tokens is the share of such answers in the previous step. If
+    both steps have the same lengths, the expected tokens have the lengths of a whole step; there is no quota to tune.
+
+    In either part the stored windows represent all of its answers, and those of one answer all of that answer: its tokens
+    are drawn as often as if it were stored whole.
+    """
+    longest, held = max(current, default=0), Counter()
+    for window in windows:
+        held[window.step, window.uid] += window.learned
+    drawn = np.array([one.answer / held[one.step, one.uid] for one in windows], np.float64)
+
+    is_current = np.array([one.step == step for one in windows], bool)
+    stands_in = np.array([one.step == step - 1 and one.answer > longest for one in windows], bool)
+    long = sum(answer for answer in previous if answer > longest)
+    rest = sum(previous) - long
+    tokens = drawn * [one.learned for one in windows]
+    share = sum(current) / max(rest, 1) if current else 1.0
+    for part, mass in ((is_current, sum(current)), (stands_in, long * share)):
+        drawn[part] *= mass / max(tokens[part].sum(), 1)
+    return np.where(is_current | stands_in, drawn, 0.0)
+
+
+class Piece(NamedTuple):
+    """`size` tokens of a window, from its index `first` on."""
+
+    window: Window
+    first: int
+    size: int
+
+
+class Placed(NamedTuple):
+    """A piece in a packed row, from `column` on; `segment` counts the row's pieces from 1."""
+
+    piece: Piece
+    row: int
+    column: int
+    segment: int
+
+
+def draw(
+    windows: Sequence[Window], weights: np.ndarray, tokens: int, random: np.random.Generator
+) -> list[Piece]:
+    """Pieces of windows with `tokens` tokens in total, or all windows when they have fewer.
+
+    The windows lie on a circle in random order, each as many times as its weight says, rounded up or down at random (of
+    many, a random part). An arc is cut out from a random token on. Expected tokens are proportional to the weights
+    whatever the windows' sizes, up to the rounding's part in the length of the circle. At most two windows are cut.
+    """
+    sizes = np.array([window.size for window in windows], np.int64)
+    expected = float(weights @ sizes) if len(windows) else 0.0
+    scale = min(1.0, MOST_BATCHES * tokens / max(expected, 1.0))
+    order = np.argsort(
+        sizes, kind="stable"
+    )  # by size: rounding then hardly changes the circle's length
+    ends = np.floor(np.cumsum(scale * weights[order]) + random.random())
+    copies = np.diff(ends, prepend=0).astype(np.int64)
+    circle = random.permutation(np.repeat(order, copies))
+    total = int(sizes[circle].sum())
+    if total <= tokens:
+        return [Piece(windows[i], 0, int(sizes[i])) for i in circle]
+
+    pieces, ends = [], np.cumsum(sizes[circle])
+    begin = int(random.integers(total))
+    place = int(np.searchsorted(ends, begin, side="right"))
+    first = begin - int(ends[place] - sizes[circle[place]])
+    while tokens:
+        window = windows[circle[place]]
+        size = min(window.size - first, tokens)
+        pieces.append(Piece(window, first, size))
+        tokens, first, place = tokens - size, 0, (place + 1) % len(circle)
+    return pieces
+
+
+def place(pieces: Sequence[Piece], rows: int, row_tokens: int) -> list[Placed]:
+    """The pieces, placed in R = rows rows of T = row_tokens tokens; first-fit, longest first.
+
+    A piece that fits no row is split: the emptiest row takes what it can. Raises ValueError for more than R x T tokens.
+    """
+    total = sum(piece.size for piece in pieces)
+    if total > rows * row_tokens:
+        raise ValueError(f"{total} tokens do not fit {rows} rows of {row_tokens}")
+    filled, segments, placed = np.zeros(rows, np.int64), Counter(), []
+    for piece in sorted(pieces, key=lambda piece: -piece.size):
+        while piece.size:
+            free = row_tokens - filled
+            row = int(np.argmax(free >= piece.size))
+            row = row if free[row] >= piece.size else int(np.argmax(free))
+            size = min(piece.size, int(free[row]))
+            segments[row] += 1
+            part = piece._replace(size=size)
+            placed.append(Placed(part, row, int(filled[row]), segments[row]))
+            filled[row] += size
+            piece = piece._replace(first=piece.first + size, size=piece.size - size)
+    return placed
+
+
+def packed(placed: Sequence[Placed], rows: int, row_tokens: int) -> PackedRows:
+    """The rows [R, T] without features and states.
+
+    Positions count from the start of the whole sequence. `is_answer` is False at the first token of a piece, which has no
+    slot before it. The loss masks further tokens that draft step j cannot predict, as their slot is in another segment.
+    """
+    shape = (rows, row_tokens)
+    arrays = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segments")}
+    arrays["is_answer"] = np.zeros(shape, bool)
+    for (window, first, size), row, column, segment in placed:
+        there, here = np.s_[row, column : column + size], slice(first, first + size)
+        arrays["tokens"][there] = window.tokens[here]
+        arrays["positions"][there] = window.start + first + np.arange(size)
+        arrays["segments"][there] = segment
+        arrays["is_answer"][there] = window.loss_mask[here]
+        arrays["is_answer"][row, column] = False
+    return PackedRows(**arrays)

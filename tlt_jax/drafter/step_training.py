@@ -1,4 +1,4 @@
-"""The drafter's training step in the policy update: it trains on the packed rows of the RL step; knows no rollout.
+"""The drafter's training step before the policy's update, on the packed rows of the RL step.
 
 The rows are on-policy and of every length, and no data group has to be idle. The copies of idle groups were merged
 before.
@@ -8,78 +8,20 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol
 
 import jax
 import numpy as np
 
+from tlt_jax.data.packing import PackedRows
 from tlt_jax.distributed.mesh import is_cpu
 from tlt_jax.drafter import update
-from tlt_jax.drafter.batch import Batch
 from tlt_jax.drafter.investment import Investment, Worth
 from tlt_jax.drafter.recipe import DrafterState, Recipe, scaled
 from tlt_jax.models.architecture import Params
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Learned:
-    """The metrics of the drafter's training step.
-
-    `depths`: acceptance at depth 1, 2, ..., each given the depths before, on the rows before training on them; empty when
-    there were none.
-    """
-
-    metrics: dict[str, float]
-    depths: list[float]
-
-
-class Rows(Protocol):
-    """Packed rows [R, T] of an accumulation step of the policy's update; `is_answer` where the next token is an answer's."""
-
-    tokens: jax.Array
-    positions: jax.Array
-    segments: jax.Array
-    is_answer: jax.Array
-
-
-@dataclass
-class Lesson:
-    """The drafter's training step in one policy update: a call trains `drafter` on the rows of the RL step.
-
-    `policy`: the one that generated the rows; `step`: RL steps done before; `choose(count)`: the accumulation steps to
-    train on; `timed()`: a context that times the training. A call sets `drafter`, `learned` (None before) and `seconds`.
-    """
-
-    recipe: Recipe
-    choose: Callable[[int], list[int]]
-    step: int
-    policy: Params
-    drafter: DrafterState
-    timed: Callable[[], AbstractContextManager[None]]
-    learned: Learned | None = None
-    seconds: float = 0.0
-
-    def __call__(self, rows: Sequence[Rows]) -> None:
-        chosen = self.choose(len(rows))
-        batches = [
-            Batch(one.tokens, one.positions, one.segments, one.is_answer)
-            for one in (rows[place] for place in chosen)
-        ]
-        with self.timed():
-            jax.block_until_ready(batches)
-            start = time.perf_counter()
-            self.drafter, self.learned = learn(
-                self.drafter, self.policy, batches, self.recipe, self.step
-            )
-            self.seconds = time.perf_counter() - start
-        self.learned.metrics["drafter/share"] = len(chosen) / len(rows)
 
 
 @dataclass
@@ -112,27 +54,31 @@ class StepTraining:
         return replace(earned, credit=self.broadcast(earned.credit))
 
     def chosen(
-        self, investment: Investment, step: int, has_trained: bool
-    ) -> Callable[[int], list[int]] | None:
-        """The function that chooses the accumulation steps to train on in this step; None: none. All processes call it.
+        self, investment: Investment, step: int, has_trained: bool, count: int
+    ) -> list[int] | None:
+        """Which of the `count` accumulation steps of this RL step train the drafter; None: it does not learn. A collective.
 
         `has_trained`: idle groups have trained on the sequences of this step; the Investment pays only for other steps.
         """
         if self.share is not None:
-            return partial(taken, self.share, step)
+            return taken(self.share, step, count)
         most = 0 if has_trained else investment.affords(not self.has_learned)
         most = int(self.broadcast(most))  # seconds differ between processes
-        return partial(rotated, 0, most) if most else None  # the longest answers are packed first
+        return rotated(0, most, count) if most else None  # the longest answers are packed first
 
-    def after(self, investment: Investment, lesson: Lesson) -> Investment:
-        """The investment after a training step."""
-        steps = int(lesson.learned.metrics["drafter/update_steps"])
+    def after(
+        self,
+        investment: Investment,
+        metrics: Mapping[str, float],
+        depths: Sequence[float],
+        seconds: float,
+    ) -> Investment:
+        """The investment after `learn` gave these metrics and acceptance in so many seconds."""
+        steps, tokens = int(metrics["drafter/update_steps"]), metrics["drafter/update_tokens"]
         if not steps:
             return investment
-        tokens = lesson.learned.metrics["drafter/update_tokens"]
         compiles, self.has_learned = not self.has_learned, True
-        measured = investment.measured(lesson.learned.depths, tokens)
-        return measured.learned(tokens, steps, lesson.seconds, compiles)
+        return investment.measured(depths, tokens).learned(tokens, steps, seconds, compiles)
 
 
 def taken(share: float, step: int, count: int) -> list[int]:
@@ -150,16 +96,19 @@ def rotated(first: int, most: int, count: int) -> list[int]:
 
 
 def learn(
-    state: DrafterState, policy: Params, batches: Sequence[Batch], recipe: Recipe, step: int
-) -> tuple[DrafterState, Learned]:
-    """The drafter after an optimizer step on each of the batches, and the metrics.
+    recipe: Recipe, state: DrafterState, policy: Params, rows: Sequence[PackedRows], step: int
+) -> tuple[DrafterState, dict[str, float], list[float]]:
+    """The drafter after an optimizer step on the rows of each accumulation step, metrics, and its acceptance before.
 
     `policy`: the one that generated the rows, in the "train" layout; a separate program computes its features. The state
-    is donated. An update that is not finite changes nothing. A batch of few tokens has a smaller learning rate, see
-    recipe.scaled.
+    is donated. An update that is not finite changes nothing. Few tokens have a smaller learning rate, see recipe.scaled.
+    The acceptance is by depth, each given the depths before; empty without rows.
     """
-    if not batches:
-        return state, Learned({"drafter/update_steps": 0.0, "drafter/update_tokens": 0.0}, [])
+    if not rows:
+        return state, {"drafter/update_steps": 0.0, "drafter/update_tokens": 0.0}, []
+    batches = [
+        PackedRows(one.tokens, one.positions, one.segments, is_answer=one.is_answer) for one in rows
+    ]
     recipe = replace(recipe, adam=scaled(recipe.adam, batches[0].tokens.size))
     observe, program = update.observation(recipe), update.program(recipe)
     found = []
@@ -185,4 +134,4 @@ def learn(
         if finite
     }
     metrics = {f"drafter/{name}": value for name, value in (means | counts).items()}
-    return state, Learned(metrics, update.depths(means))
+    return state, metrics, update.depths(means)

@@ -15,12 +15,12 @@ from tlt_jax import atomic
 from tlt_jax.config import Config, load, parse, validate
 from tlt_jax.config.schema import ADAPTIVE, Rollout
 from tlt_jax.data import dataset as datasets, packing, prompt_format
-from tlt_jax.data.packing import Example
+from tlt_jax.data.packing import Example, PackedRows
 from tlt_jax.data.prompt_format import Given, Prompt
 from tlt_jax.distributed import job as jobs, mesh as meshes
 from tlt_jax.distributed.job import Job
 from tlt_jax.drafter import recipes, step_training
-from tlt_jax.drafter.batch import Batch, make_batch
+from tlt_jax.drafter.update import on_mesh
 from tlt_jax.errors import ConfigError, Interrupted, RewardError
 from tlt_jax.keys import GENERATE_STREAM
 from tlt_jax.models import from_config, hf, hf_drafter
@@ -290,11 +290,11 @@ class RolloutModel:
         if self.drafter is None:
             self.drafter = adaptive.create(self.config, self.recipe, answers=answers)
         for _ in range(passes):
-            self.drafter, learned = step_training.learn(
-                self.drafter, self.params, batches, self.recipe, self.calls
+            self.drafter, metrics, depths = step_training.learn(
+                self.recipe, self.drafter, self.params, batches, self.calls
             )
-        self.use(learned.depths)
-        return learned.metrics
+        self.use(depths)
+        return metrics
 
     def save_drafter(self, directory: str | Path) -> None:
         """Writes the adaptive drafter as a directory, for speculation.drafter, drafter_training.start and serving engines."""
@@ -366,7 +366,7 @@ class RolloutModel:
         asked = prompts[one.prompt]
         return Answer(one.prompt, one.sample, asked, one.tokens, one.logprobs, one.finish, text)
 
-    def batches(self, answers: Sequence[Answer]) -> list[Batch]:
+    def batches(self, answers: Sequence[Answer]) -> list[PackedRows]:
         """The answers with their prompts, packed into rows, by optimizer step."""
         if not len(answers):
             raise ConfigError("there are no answers to learn from: give those of generate")
@@ -376,12 +376,10 @@ class RolloutModel:
         usual = packing.row_tokens(self.config)
         width = usual if longest <= usual else whole
         data = self.config.mesh.data
-        packed = packing.pack(examples, width, packing.rows(self.config), data)
-        rows = {name: getattr(packed, name) for name in ("tokens", "positions", "segments")}
-        rows["loss_mask"] = packed.spread(np.ones(len(examples))) > 0
+        rows, _ = packing.pack(examples, width, packing.rows(self.config), data)
         return [
-            make_batch({name: array[step] for name, array in rows.items()}, self.mesh)
-            for step in range(len(packed.tokens))
+            on_mesh(jax.tree.map(lambda leaf, step=step: leaf[step], rows), self.mesh)
+            for step in range(len(rows.tokens))
         ]
 
     def check_usable(self, weights: Any) -> None:

@@ -15,9 +15,8 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Int32
 
-from tlt_jax.data.segments import most_segments
 from tlt_jax.kernels.numerics import KEPT
-from tlt_jax.shapes import shaped
+from tlt_jax.shapes import most_segments, shaped
 
 HOPPER = 9, 0  # the first CUDA capability for which cuDNN has packed rows
 WIDEST = 128  # largest head dim; cuDNN takes multiples of EVEN_WIDTH up to it, forward and backward
@@ -37,7 +36,7 @@ def attend(
     """As packed_attention.attend, in bfloat16; 0 at padding.
 
     The segments of a row are numbered from 1 in order, and padding is last. Tokens of segments beyond
-    data.segments.most_segments(T) are NaN; rows of `packing.pack` have none.
+    shapes.most_segments(T) are NaN; rows of `packing.pack` have none.
     """
     mixed = fused(q.reshape(*q.shape[:2], -1, q.shape[4]), k, v, segments)
     is_beyond = segments > most_segments(segments.shape[1])

@@ -38,7 +38,7 @@ def attend(
     `own`: J more keys and values of every token, visible to that token only. `mesh`: where it runs, rows over `data` and
     heads over `model`; None: the default device, in blocks. A key of NaN reaches the queries that see it, a value that is not
     finite perhaps all of its row. `form` chooses the implementation; `block`: number of queries
-    in a block of BLOCKS. CUDNN needs segments numbered from 1 in order, at most data.segments.most_segments(T) a row, and
+    in a block of BLOCKS. CUDNN needs segments numbered from 1 in order, at most shapes.most_segments(T) a row, and
     padding last.
     """
     chosen = form(mesh, q.dtype, q.shape[-1], own is not None)

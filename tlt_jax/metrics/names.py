@@ -109,7 +109,7 @@ ROWS = [
     ("timing_s/rollout", "scalar", "seconds of the rollout"),
     ("timing_s/reward", "scalar", "seconds spent waiting for rewards after the rollout"),
     ("timing_s/old_log_prob", "scalar", "seconds of the trainer's pass for old (and reference) log-probs"),
-    ("timing_s/drafter", "scalar", "seconds of drafter work between rollout and update: the floor's micro-steps and the merge"),
+    ("timing_s/drafter", "scalar", "seconds of drafter work between rollout and update: paid micro-steps and the merge"),
     ("timing_s/update", "scalar", "seconds of the policy update, packing its rows included"),
     ("timing_s/eval", "scalar", "seconds of the evaluation before the step"),
     ("timing_s/save_checkpoint", "scalar", "seconds that the run waited for saving"),

@@ -22,7 +22,7 @@ from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.plan import programs, report
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.train.memory import GIB, budget, device_memory, within
-from tlt_jax.train.recipe import Recipe
+from tlt_jax.train.policy_update import Recipe
 
 TOPOLOGY = (
     "compile for these devices instead of the local ones: GPUs (h200:8, h100:1, or FILE.txtpb:8 with XLA's description of "

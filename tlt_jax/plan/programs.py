@@ -14,14 +14,12 @@ from tlt_jax.config import Config
 from tlt_jax.config.schema import ADAPTIVE
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.drafter import (
-    batch as drafter_batch,
-    merge,
     recipe as drafter_recipe,
     recipes,
     update as drafter_update,
 )
 from tlt_jax.drafter.idle_training import MOST_TOKENS
-from tlt_jax.drafter.micro_step import MicroStep
+from tlt_jax.drafter.update import MicroStep
 from tlt_jax.models import from_config, hf
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout.buckets import block_size, bucket_width
@@ -32,9 +30,9 @@ from tlt_jax.rollout.scheduler.harvest import Harvest
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
-from tlt_jax.train import adaptive, minibatches, policy_update
+from tlt_jax.train import adaptive, batch as batches, policy_update
 from tlt_jax.train.memory import RESIDENT, ROLLOUT, cache_slots, caches, device_bytes, pick
-from tlt_jax.train.recipe import Recipe
+from tlt_jax.train.policy_update import Recipe
 from tlt_jax.tuner import make
 
 
@@ -76,11 +74,11 @@ def lower(
         "rollout reshard", partial(engine.reshard.lower, params), recipe.mesh, copy
     )
 
-    rows = minibatches.abstract_rows(config, recipe)
+    rows = batches.abstract_rows_of(config, recipe)
     programs, sums = policy_update.programs(recipe), policy_update.abstract_sums(recipe, rows)
     names = "log-probs", "log-probs of the reference"
     base = policy_update.abstract_base(recipe)
-    for name, scored in zip(names, minibatches.scored_policies(config, params, base), strict=False):
+    for name, scored in zip(names, batches.scored_policies(config, params, base), strict=False):
         scores = partial(programs.score.lower, scored, rows.replace(old=None, reference=None))
         yield PlannedProgram(name, scores, recipe.mesh, resident)
     accumulate = partial(programs.accumulate.lower, sums, params, rows)
@@ -101,7 +99,7 @@ def lower(
         if is_adaptive and not config.rollout.deterministic:
             yield from lower_idle_training(config, recipe, engine, kinds)
         if not is_adaptive or config.drafter_training.share:
-            batch = drafter_batch.abstract_batch(
+            batch = drafter_update.abstract_rows(
                 recipe.mesh, packing.rows(config), packing.row_tokens(config)
             )
             update = partial(drafter_update.program(drafting).lower, state, params, batch)
@@ -117,12 +115,13 @@ def lower_idle_training(
     Other groups decode during a micro-step; the group that trains has freed its decoding state.
     """
     training = recipes.idle_recipe(config, recipe.model, engine.drafter, recipe.mesh)
-    programs, copies = merge.programs(training), merge.abstract_copies(training)
+    programs = drafter_update.merge_programs(training)
+    copies = drafter_update.abstract_copies(training)
     held = pick(kinds, *RESIDENT, "drafter in training")
     spread = partial(programs.spread.lower, drafter_recipe.abstract_state(training))
     yield PlannedProgram("drafter copies", spread, recipe.mesh, held)
     piece = MicroStep(0, 1, MOST_TOKENS, training)
-    resident = held | pick(kinds, "rollout copy", "drafter copy", "replay")
+    resident = held | pick(kinds, "rollout copy", "drafter copy")
     lowering = partial(engine.programs.lower, piece)
     yield PlannedProgram("drafter micro-step", lowering, engine.groups[0], resident)
     tokens = jax.ShapeDtypeStruct((recipe.mesh.shape["data"],), jnp.float32)

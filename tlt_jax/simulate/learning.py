@@ -12,7 +12,6 @@ import numpy as np
 
 from tlt_jax.config import Config
 from tlt_jax.drafter.recipes import idle_recipe
-from tlt_jax.drafter.step_training import Learned, Lesson
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.drafter import DrafterConfig
 from tlt_jax.rollout.events import Look
@@ -20,7 +19,7 @@ from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.simulate.acceptance import Acceptances
 from tlt_jax.simulate.simulator import Marker, MicroStep, SimulatedPrograms, VirtualClock
 from tlt_jax.spec_decode.strategy import Strategy
-from tlt_jax.train.drafter_learning import LearningParts
+from tlt_jax.train.adaptive import LearningParts
 
 # Micro-steps that are simulated as one: as many as fit in this share of the last rollout's seconds. RL work waits only for
 # the micro-step that runs, as in a real run.
@@ -94,9 +93,9 @@ class Piece:
 
 
 class SimulatedCopies:
-    """The groups' copies of the drafter; implements drafter.interface.Copies.
+    """The groups' copies of the drafter; stands for drafter.update.Copies.
 
-    The merge has learned the mean of the copies' tokens, weighted by these: as drafter.merge weighs their weights.
+    The merge has learned the mean of the copies' tokens, weighted by these: as drafter.update weighs their weights.
     """
 
     def __init__(self, groups: int):
@@ -122,7 +121,7 @@ def settled(state: SimulatedDrafter | Piece) -> SimulatedDrafter:
 
 
 class SimulatedWindows:
-    """A group always has windows of its finished answers; implements drafter.interface.Windows and Harvester.
+    """A group always has windows of its finished answers; stands for drafter.replay.Replay.
 
     None is copied out of the decoding state: what that costs is in the share of capturing features.
     """
@@ -178,15 +177,14 @@ class DrafterWorld:
     def parts(self, start: SimulatedDrafter) -> LearningParts:
         """What DrafterLearning decides about; `start`: a drafter before its first update."""
         groups = len(self.engine.groups)
-        relative = (
-            1.4 + 0.4 * self.recipe.objective.compile_steps
-        )  # as drafter.micro_step.MicroStep
+        relative = 1.4 + 0.4 * self.recipe.objective.compile_steps  # as drafter.update.MicroStep
         return LearningParts(
             self.recipe,
             SimulatedCopies(groups),
             {group: SimulatedWindows() for group in range(groups)},
             lambda group, rows, tokens: MicroStep(group, rows * tokens, relative),
             lambda answers: start,
+            self.learn,
             self.engine.clock,
         )
 
@@ -221,21 +219,16 @@ class DrafterWorld:
         }
         return piece, {"loss": piece, "tokens": Tokens(piece), **levels}
 
-    def teach(self, lesson: Lesson, tokens: float, count: int, groups: int) -> None:
-        """A Lesson in virtual time: `tokens` answer tokens in `count` accumulation steps, over all data groups."""
-        chosen = lesson.choose(count)
-        each = tokens / count
-        with lesson.timed():
-            seconds = len(chosen) * self.engine.programs.table.seconds(
-                "drafter_update", each / groups
-            )
-            self.engine.clock.sleep(seconds)
-        learned = each * len(chosen)
-        counts = {"update_steps": float(len(chosen)), "update_tokens": learned}
-        metrics = {f"drafter/{name}": value for name, value in counts.items()}
-        depths = self.levels(lesson.drafter) if chosen else []
-        lesson.drafter = lesson.drafter.after(len(chosen), learned)
-        lesson.learned, lesson.seconds = Learned(metrics, depths), seconds
+    def learn(
+        self, drafter: SimulatedDrafter, policy: Any, rows: Sequence[float], step: int
+    ) -> tuple[SimulatedDrafter, dict[str, float], list[float]]:
+        """As drafter.step_training.learn in virtual time; `rows`: answer tokens of each accumulation step on all groups."""
+        tokens, groups = sum(rows), len(self.engine.groups)
+        if rows:
+            each = self.engine.programs.table.seconds("drafter_update", rows[0] / groups)
+            self.engine.clock.sleep(len(rows) * each)
+        metrics = {"drafter/update_steps": float(len(rows)), "drafter/update_tokens": tokens}
+        return drafter.after(len(rows), tokens), metrics, self.levels(drafter) if rows else []
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +26,7 @@ from tlt_jax.simulate.report import Step
 from tlt_jax.simulate.simulator import SimulatedPrograms, VirtualClock
 from tlt_jax.spec_decode.strategy import LEARNED, PLAIN, Strategy
 from tlt_jax.train import adaptive
-from tlt_jax.train.drafter_learning import DrafterLearning, Taught
+from tlt_jax.train.adaptive import DrafterLearning, Learned
 from tlt_jax.train.run_state import RunState
 
 FROZEN = "frozen"  # stands for the directory of a drafter that is not trained
@@ -161,12 +160,12 @@ class SimulatedRun:
         self.publish()
         result, tuner = self.roll_out()
         self.spend("reward")
-        taught = self.teach(result, tuner)
-        self.learn(taught, result.stats["tokens"])
+        learned = self.merge(result, tuner)
+        learned = self.learn(learned, result)
         self.save()
         self.spend("other")
-        tuner = self.after_update(taught, tuner)
-        self.state = self.next_state(taught, tuner, result)
+        tuner = self.update_tuner(learned, tuner)
+        self.state = self.next_state(learned, tuner, result)
         return self.report(result)
 
     def publish(self) -> None:
@@ -204,25 +203,29 @@ class SimulatedRun:
             self.waited = len(self.engine.programs.waited)
             return self.engine.run(request, weights, self.state.tuner, **background)
 
-    def teach(self, result: RolloutResult, tuner: dict) -> Taught:
-        """As Trainer.teach_drafter."""
+    def merge(self, result: RolloutResult, tuner: dict) -> Learned:
+        """As Trainer.merge_drafter."""
         if not self.learning:
-            return Taught(self.state.drafter, self.state.investment)
-        return self.learning.after_rollout(
-            self.state, self.state.policy, tuner, result, partial(self.phase, "drafter")
-        )
+            return Learned(self.state.drafter, self.state.investment)
+        with self.phase("drafter"):
+            return self.learning.merge(self.state, tuner, result)
 
-    def learn(self, taught: Taught, answers: int) -> None:
-        """The update of the policy, which may begin with a lesson of the drafter; padding takes as long as tokens."""
+    def learn(self, learned: Learned, result: RolloutResult) -> Learned:
+        """The updates of drafter and policy; padding takes as long as tokens."""
         limit, samples = self.config.rollout.max_new_tokens, self.config.rollout.samples
         examples = [
             len(self.prompts[uid // samples]) + min(tokens, limit)
             for uid, tokens in self.answers.items()
         ]
         count, groups = packing.steps(self.config, examples), self.world.groups
-        if taught.lesson:
-            self.knowledge.teach(taught.lesson, answers, count, groups)
+        if self.learning:
+            rows = [result.stats["tokens"] / count] * count
+            with self.phase("drafter"):
+                learned = self.learning.learn(
+                    learned, self.state.policy, rows, result.completions, self.state.step
+                )
         self.spend("update", count * packing.step_tokens(self.config) / groups)
+        return learned
 
     def save(self) -> None:
         """A checkpoint, when one is due."""
@@ -230,22 +233,22 @@ class SimulatedRun:
         if every and (self.state.step + 1) % every == 0:
             self.spend("save")
 
-    def after_update(self, taught: Taught, tuner: dict) -> dict:
+    def update_tuner(self, learned: Learned, tuner: dict) -> dict:
         """As Trainer.update_tuner."""
         if self.learning:
-            return self.learning.after_update(taught, tuner)[0]
+            return self.learning.update_tuner(tuner, learned.depths)[0]
         return self.engine.tuner.update_prior(tuner)
 
-    def next_state(self, taught: Taught, tuner: dict, result: RolloutResult) -> RunState:
+    def next_state(self, learned: Learned, tuner: dict, result: RolloutResult) -> RunState:
         """The state after the step: the policy has moved, and the drafter has forgotten a share of what it learned."""
         compiling = self.compiling(result)
         seconds = sum(self.seconds.values()) - compiling - self.seconds.get("drafter", 0.0)
         forget = self.world.acceptances.learned.forget
-        drafter = taught.drafter and taught.drafter.forgot(forget)
+        drafter = learned.drafter and learned.drafter.forgot(forget)
         if self.config.speculation.drafter == FROZEN:
             drafter = self.state.drafter.forgot(forget)
         return RunState(
-            self.state.step + 1, self.state.policy, drafter, tuner, taught.investment.after_step(seconds)
+            self.state.step + 1, self.state.policy, drafter, tuner, learned.investment.after_step(seconds)
         )  # fmt: skip
 
     def compiling(self, result: RolloutResult) -> float:

@@ -94,7 +94,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class MicroStep:
-    """A group's micro-step of idle drafter training on `tokens` tokens, as drafter.micro_step.MicroStep."""
+    """A group's micro-step of idle drafter training on `tokens` tokens, as drafter.update.MicroStep."""
 
     group: int
     tokens: int

@@ -1,4 +1,4 @@
-"""Seconds of the training loop by phase, and how many of them it waited for compiling; knows no device and no phase."""
+"""Seconds of the training loop by phase, and how many of them it waited for compiling."""
 
 from __future__ import annotations
 

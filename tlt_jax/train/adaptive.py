@@ -1,24 +1,49 @@
-"""The `adaptive` drafter (speculation.drafter) in the RL loop: initialization, replay configuration, metrics, export."""
+"""The drafter of an adaptive run (speculation.drafter) in an RL step: how it starts, learns, is measured and is written.
+
+It learns on idle data groups during a rollout, and from the packed rows of the policy's update.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from tlt_jax import atomic, keys, run_folder
 from tlt_jax.config import Config
+from tlt_jax.config.schema import AUTO
 from tlt_jax.data import packing
-from tlt_jax.drafter import recipe as drafter_recipe
+from tlt_jax.data.packing import PackedRows
+from tlt_jax.drafter import recipe as drafter_recipe, step_training
+from tlt_jax.drafter.idle_training import IdleTraining
+from tlt_jax.drafter.investment import CHANCE, HOPED, Investment
 from tlt_jax.drafter.recipe import DrafterState, Recipe
-from tlt_jax.drafter.replay import ReplayConfig
+from tlt_jax.drafter.recipes import idle_recipe
+from tlt_jax.drafter.replay import Replay, ReplayConfig
+from tlt_jax.drafter.step_training import StepTraining
+from tlt_jax.drafter.update import Copies, MicroStep
 from tlt_jax.errors import ConfigError
 from tlt_jax.metrics import GroupSeconds, group_seconds
 from tlt_jax.models import drafter as drafters, hf_drafter
+from tlt_jax.models.architecture import Params
 from tlt_jax.models.drafter import DrafterConfig, DrafterParams
+from tlt_jax.rollout import learned_drafter
+from tlt_jax.rollout.executables.protocols import Program
+from tlt_jax.rollout.interface import RolloutEngine
 from tlt_jax.rollout.recorder import Completion, RolloutResult
+from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.rollout.scheduler.driver import WALL, Clock
+from tlt_jax.spec_decode.decode_state import Weights
+from tlt_jax.spec_decode.strategy import LEARNED
+from tlt_jax.tuner.interface import State as TunerState
 
+if TYPE_CHECKING:
+    from tlt_jax.train.run_state import RunState
+
+DETERMINISTIC_SHARE = 0.05  # what drafter_training.share auto is where no clock takes part
 WINDOW = 512  # most tokens of a finished sequence that are stored together
 WIDTH_MULTIPLE = 16  # of a window
 HELD_OUT = 8  # every 8th sequence is held out from training, to measure on
@@ -37,7 +62,6 @@ def replay_config(config: Config, recipe: Recipe) -> ReplayConfig:
     return ReplayConfig(
         width=width,
         max_bytes=knobs.replay_mib * 2**20,
-        place=knobs.replay_place,
         seed=config.train.seed,
         held_out=HELD_OUT,
     )
@@ -98,3 +122,189 @@ def export(
     )
     if caveat := hf_drafter.caveat(drafter):
         print(caveat)
+
+
+class Learned(NamedTuple):
+    """The drafter after a part of an RL step, the investment in its training, and metrics.
+
+    `depths`: its acceptance at depth 1, 2, ..., each given the depths before, when it was measured in this step.
+    """
+
+    drafter: DrafterState | None
+    investment: Investment
+    metrics: dict[str, float] = {}
+    depths: Sequence[float] = ()
+
+
+class LearningParts(NamedTuple):
+    """What DrafterLearning decides about: on devices (`on_devices`), or simulated in virtual time.
+
+    `create(answers)`: a drafter before its first update. `learn(drafter, policy, rows, step)`: the drafter after an optimizer
+    step on each of the rows, metrics and acceptance by depth.
+    """
+
+    recipe: Recipe
+    copies: Copies
+    replays: Mapping[int, Replay]
+    piece: Callable[[int, int, int], Program]
+    create: Callable[[Sequence[Completion]], DrafterState]
+    learn: Callable[..., tuple[DrafterState, dict[str, float], list[float]]]
+    clock: Clock = WALL
+
+
+def on_devices(config: Config, engine: RolloutEngine) -> LearningParts:
+    """The drafter of drafter_training on the devices of the engine's local groups."""
+    recipe = idle_recipe(config, engine.model_config, engine.learned, engine.mesh)
+    groups = {index: engine.groups[index] for index in engine.local_groups}
+    replay = replay_config(config, recipe)
+    return LearningParts(
+        recipe,
+        Copies(recipe, groups),
+        {index: Replay(replay, index, mesh) for index, mesh in groups.items()},
+        partial(MicroStep, recipe=recipe),
+        lambda answers: create(config, recipe, answers=answers),
+        partial(step_training.learn, recipe),
+    )
+
+
+class DrafterLearning:
+    """Trains the drafter of speculation.drafter `adaptive`, and decides when the rollout starts to draft with it.
+
+    `idle` trains it on data groups that have nothing left to decode, `in_update` from the packed rows of the policy's
+    update (None with drafter_training.share 0). `steps`: RL steps of the run.
+    """
+
+    def __init__(self, config: Config, engine: RolloutEngine, steps: int, parts: LearningParts):
+        self.config, self.engine, self.steps, self.parts = config, engine, steps, parts
+        self.recipe = parts.recipe
+        self.idle = IdleTraining(
+            parts.copies,
+            parts.replays,
+            engine.programs,
+            parts.piece,
+            job=engine.job,
+            is_idle_used=not config.rollout.deterministic,
+            clock=parts.clock,
+        )
+        self.in_update = None
+        if share := config.drafter_training.share:
+            if share == AUTO:
+                share = DETERMINISTIC_SHARE if config.rollout.deterministic else None
+            self.in_update = StepTraining(
+                self.recipe, share, engine.programs.compile_costs.of, engine.job.told
+            )
+
+    def resume(self, state: RunState) -> None:
+        """Lets the rollout use the drafter of a state that the run starts or continues from."""
+        is_used = not self.in_update or learned_drafter.is_usable(self.engine, state.tuner)
+        self.engine.use_learned(state.drafter is not None and is_used)
+        if self.engine.drafter:
+            self.idle.activate()
+
+    def before_publish(self) -> None:
+        """Lets the rollout use the drafter once its training pays off."""
+        if self.idle.is_active:
+            self.engine.use_learned(True)
+
+    def begin_rollout(
+        self, request: RolloutRequest, weights: dict[int, Weights], state: RunState
+    ) -> dict[str, Any]:
+        """A rollout begins: the arguments of Engine.run that let idle groups train the drafter."""
+        self.idle.begin(state.step, request, weights, state.drafter)
+        return self.idle.background_work()
+
+    def needs_all_answers(self, state: RunState) -> bool:
+        """Whether a drafter may be created after this rollout, whose draft vocabulary is counted in all answers."""
+        return not self.idle.is_active and is_untrained(state.drafter)
+
+    def merge(self, state: RunState, tuner: TunerState, rollout: RolloutResult) -> Learned:
+        """The drafter after a rollout in which idle groups trained; they may learn more from what was harvested.
+
+        The investment gets the credit of this step, and pays for what is learned from the harvest. Where only idle groups
+        train, a drafter is created when this is found to pay off, also in the place of one that a fixed policy needed
+        before there were answers to take a draft vocabulary from.
+        """
+        idle, engine, investment = self.idle, self.engine, state.investment
+        if self.in_update:
+            worth = partial(learned_drafter.payback, engine, tuner)
+            left, drafts = self.rollouts_left(state), engine.drafter is not None
+            investment = self.in_update.earned(investment, worth, state.step, left, drafts)
+        groups = decoding_seconds(rollout, self.config.mesh.data, idle.kind)
+        seconds = rollout.stats["seconds"] - max(group.compile_wait for group in groups)
+        may_start = not self.in_update and not idle.pays_off and idle.is_idle_used
+        paid = investment.credit if idle.is_active else 0.0
+        drafter, metrics = idle.end(state.drafter, seconds, paid)
+        tokens = metrics.get("drafter/tokens", 0.0)
+        investment = investment.measured(idle.depths).learned(tokens, 0, idle.paid_seconds, False)
+        if may_start and engine.job.decided(self.may_pay(tuner)):
+            idle.activate()
+            if not self.config.drafter_training.start and is_untrained(drafter):
+                drafter = self.parts.create(rollout.completions)
+        return Learned(drafter, investment, metrics | idle_metrics(rollout, groups), idle.depths)
+
+    def learn(
+        self,
+        learned: Learned,
+        policy: Params,
+        rows: Sequence[PackedRows],
+        answers: Sequence[Completion],
+        step: int,
+    ) -> Learned:
+        """The drafter after learning from some rows of the update after `step` RL steps, before the policy learns from them.
+
+        `policy`: the one that generated the `answers` in the rows. A drafter is created when there is none.
+        """
+        has_trained = learned.metrics.get("drafter/steps", 0) > 0
+        chosen = self.in_update and self.in_update.chosen(
+            learned.investment, step, has_trained, len(rows)
+        )
+        if not self.in_update or chosen is None:
+            return learned
+        drafter, clock = learned.drafter or self.parts.create(answers), self.parts.clock
+        jax.block_until_ready(rows)
+        began, given = clock.now(), [rows[place] for place in chosen]
+        drafter, metrics, depths = self.parts.learn(drafter, policy, given, step)
+        metrics |= {"drafter/share": len(chosen) / len(rows)}
+        investment = self.in_update.after(learned.investment, metrics, depths, clock.now() - began)
+        return Learned(drafter, investment, learned.metrics | metrics, depths or learned.depths)
+
+    def may_pay(self, tuner: TunerState) -> bool:
+        """Whether drafting with a drafter that training may well give is expected to save more than starting it costs."""
+        saved, compile_cost = learned_drafter.payback(self.engine, tuner, HOPED)
+        return CHANCE * saved > compile_cost
+
+    def update_tuner(self, tuner: TunerState, depths: Sequence[float]) -> tuple[TunerState, str]:
+        """The tuner's state with the measured acceptance by depth, if any, for the new weights of policy and drafter.
+
+        Also a message when the rollout starts to draft with the drafter: empty otherwise. The tuner learns the acceptance
+        of a drafter that learns in the update once drafting with it pays.
+        """
+        engine = self.engine
+        if not depths:
+            return engine.tuner.update_prior(tuner), ""
+        measured = engine.tuner.update_prior(tuner, {LEARNED: depths})
+        if not self.in_update or self.idle.pays_off:
+            return measured, ""
+        saved, compile_cost = learned_drafter.payback(engine, tuner, depths)
+        if not engine.job.decided(saved > compile_cost):
+            return engine.tuner.update_prior(tuner), ""
+        self.idle.activate()
+        held = ", ".join(f"{depth:.2f}" for depth in depths)
+        gain = "" if engine.cost_table else f"; {saved - compile_cost:.0f} s to gain"
+        return measured, f"the drafter drafts from here on: of its drafts {held} hold{gain}"
+
+    def rollouts_left(self, state: RunState) -> int:
+        """Rollouts of the run after this step's."""
+        return self.steps - state.step - 1
+
+    def export(self, state: RunState) -> None:
+        """Writes the drafter's directory, if there is a drafter."""
+        if state.drafter:
+            export(
+                self.config, self.recipe.drafter, state.drafter.params, self.idle.known_depths, state.step,
+            )  # fmt: skip
+
+
+def is_untrained(drafter: DrafterState | None) -> bool:
+    """Whether there is no drafter yet, or one without an update."""
+    return drafter is None or int(drafter.step) == 0

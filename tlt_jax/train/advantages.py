@@ -5,6 +5,8 @@ Shapes: P prompts, G answers per prompt (a GRPO group).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tlt_jax.config.schema import REINFORCE_PP, TOLERANCE
@@ -94,6 +96,39 @@ def answer_advantages(rewards: np.ndarray, lengths: np.ndarray, kind: str) -> np
     if kind == REINFORCE_PP:
         return whitened_advantages(rewards, lengths)
     return group_advantages(rewards, kind)
+
+
+def penalized_advantages(
+    rewards: np.ndarray, kl: Sequence[np.ndarray], counts: np.ndarray, kind: str, kl_coef: float
+) -> list[np.ndarray]:
+    """Advantages of each token, by answer, of rewards [P, G] less `kl_coef` times the KL, as verl's use_kl_in_reward.
+
+    `kl`: log-prob - reference (k1) of each token of an answer; `counts` bool[P * G]: answers that are not finite do not count,
+    and have a KL of 0. Group advantages are those of reward - kl_coef * sum of the answer's KL. With reinforce_pp a token's
+    return is the reward less kl_coef times the KL of it and of the later tokens of its answer; the returns of all answers that
+    count are whitened together, as verl's reinforce_plus_plus with gamma 1; the variance is the unbiased one. Where the rewards
+    that are compared, of a group or with reinforce_pp of the step, are all equal, advantages are 0: the KL alone, scaled to
+    unit size, would be a gradient that does not depend on kl_coef. A KL that is not finite gives advantages that are not.
+    Raises ValueError for rewards that are not finite.
+    """
+    check_finite(rewards)
+    if kind != REINFORCE_PP:
+        penalty = kl_coef * np.array([one.sum() for one in kl]).reshape(rewards.shape)
+        advantages = group_advantages(rewards, kind, penalty).reshape(-1)
+        return [np.full(len(one), value) for one, value in zip(kl, advantages, strict=True)]
+    if are_equal(rewards.reshape(-1), np.array([len(one) for one in kl]) * counts):
+        return [np.zeros(len(one)) for one in kl]
+    returns = [
+        reward - kl_coef * np.cumsum(one[::-1])[::-1]
+        for reward, one in zip(rewards.flat, kl, strict=True)
+    ]
+    tokens = np.concatenate([one for one, counted in zip(returns, counts, strict=True) if counted])
+    with np.errstate(invalid="ignore"):
+        mean, variance = tokens.mean(), tokens.var(ddof=1 if len(tokens) > 1 else 0)
+        return [
+            counted * (one - mean) / np.sqrt(variance + VARIANCE_FLOOR)
+            for one, counted in zip(returns, counts, strict=True)
+        ]
 
 
 def answer_weights(

@@ -22,7 +22,6 @@ from tlt_jax.data.packing import Example
 from tlt_jax.data.prompt_format import Encoder
 from tlt_jax.distributed.process import Preemption
 from tlt_jax.drafter import (
-    batch as drafter_batch,
     corpus,
     recipe as drafter_recipe,
     update as drafter_update,
@@ -181,8 +180,8 @@ def train_drafter(
             run_state.save(session.store, RunState(step, drafter=state))
             return state, acceptance, PREEMPTED
         batch = rows.batch(step)
-        tokens += int(batch["loss_mask"].sum())
-        state, metrics = update(state, params, drafter_batch.make_batch(batch, recipe.mesh))
+        tokens += int(batch.is_answer.sum())
+        state, metrics = update(state, params, drafter_update.on_mesh(batch, recipe.mesh))
         step += 1
         if step % LOG_EVERY == 0 or step == steps:
             metrics = jax.device_get(metrics)

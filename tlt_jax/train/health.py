@@ -1,4 +1,4 @@
-"""Decides from answers, rewards and updates whether a run must stop; knows no device."""
+"""Decides from answers, rewards and updates whether a run must stop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tlt_jax.metrics.run import Series
 from tlt_jax.optimizer import MAX_NONFINITE
 from tlt_jax.rewards import Score
 from tlt_jax.rollout.recorder import NONFINITE, RolloutResult
-from tlt_jax.train.policy_loss import TOKENS
+from tlt_jax.train.losses import TOKENS
 from tlt_jax.train.policy_update import EMPTY
 
 MAX_FAILED = 3  # steps in a row in which every reward failed end a run

@@ -19,10 +19,10 @@ from tlt_jax.metrics import NoWriter, Writer
 from tlt_jax.metrics.run import open_run
 from tlt_jax.models import hf
 from tlt_jax.rewards import Scorer
-from tlt_jax.train import health, start_policy, startup
+from tlt_jax.train import health, startup
 from tlt_jax.train.accounts import Stopwatch
-from tlt_jax.train.minibatches import PolicyTraining
-from tlt_jax.train.startup import Machinery
+from tlt_jax.train.setup import frozen
+from tlt_jax.train.startup import Run
 from tlt_jax.train.step_metrics import Profiler
 from tlt_jax.train.trainer import Trainer
 
@@ -37,8 +37,8 @@ def train(config: Config, watching: Watch | None = None) -> int:
     """
     watching = watching or Watch(Job())
     setup = startup.load(config, watching.job)
-    parts = startup.machinery(setup)
-    locked = [run_folder.DRAFTER] if parts.drafter else []
+    run = startup.make_run(setup)
+    locked = [run_folder.DRAFTER] if run.drafter else []
     with (
         run_folder.entered(config, setup.job, *locked),
         Preemption() as preempted,
@@ -53,8 +53,8 @@ def train(config: Config, watching: Watch | None = None) -> int:
         Scorer(config) as scorer,
     ):
         watching.alive("resume")
-        if setup.job.decided(startup.is_finished(config, store, parts.steps)):
-            say_finished(parts, store)
+        if setup.job.decided(startup.is_finished(config, store, run.steps)):
+            say_finished(run, store)
             return DONE
 
         def interrupted() -> bool:
@@ -62,7 +62,7 @@ def train(config: Config, watching: Watch | None = None) -> int:
             return preempted()
 
         try:
-            with started(parts, store, scorer, watching, interrupted) as trainer:
+            with started(run, store, scorer, watching, interrupted) as trainer:
                 while (code := trainer.step()) is None:
                     pass
         except Interrupted:  # of the warm start: a step saves its state, and returns the code
@@ -70,7 +70,7 @@ def train(config: Config, watching: Watch | None = None) -> int:
         if code != DONE:
             return code
         watching.alive("export")
-        export(parts, trainer)
+        export(trainer)
     if setup.job.is_first:
         policy, metrics = trainer.state.policy, open_run(config.run).metrics
         skips = int(policy.skipped)
@@ -81,7 +81,7 @@ def train(config: Config, watching: Watch | None = None) -> int:
 
 @contextmanager
 def started(
-    parts: Machinery,
+    run: Run,
     store: Store,
     scorer: Scorer,
     watching: Watch,
@@ -91,66 +91,61 @@ def started(
 
     Raises CheckpointError; Interrupted, which is said, when the warm start was.
     """
-    setup, config = parts.setup, parts.setup.config
-    programs = startup.update_programs(parts)
-    state, policy = startup.resume(parts, store), None
+    config, programs = run.config, startup.update_programs(run)
+    state, policy = startup.resume(run, store), None
     resumed = None if state is None else state.step
-    evaluates = resumed is not None and startup.lacks_evaluation(
-        config, store, resumed, parts.steps
-    )
+    evaluates = resumed is not None and startup.lacks_evaluation(config, store, resumed, run.steps)
     with (
-        Writer(config, parts.steps, resumed) if setup.job.is_first else NoWriter() as writer,
+        Writer(config, run.steps, resumed) if run.job.is_first else NoWriter() as writer,
         Profiler(config) as profiler,
         Stopwatch(tell=watching.alive) as watch,
         ExitStack() as ending,
     ):
-        ending.callback(parts.engine.programs.background.cancel)
+        ending.callback(run.engine.programs.background.cancel)
         if state is None:
-            startup.begin_rollout(parts)
+            startup.begin_rollout(run)
             watching.alive("warm_start")
             try:
-                state, policy = startup.new_state(parts, writer, interrupted)
+                state, policy = startup.new_state(run, writer, interrupted)
             except Interrupted:
                 writer.say(run_folder.stopped(config, None))
                 raise
         else:
             log.info("%s resumes from step %d", config.run, resumed)
-        if parts.drafter:
-            parts.drafter.resume(state)
-        startup.begin_rollout(parts, state)
+        if run.drafter:
+            run.drafter.resume(state)
+        startup.begin_rollout(run, state)
         source = run_folder.start_of(store.identity)
-        start = start_policy.frozen(setup, policy, source)
-        training = PolicyTraining(config, parts.recipe, programs, start, watch)
+        start = frozen(run, policy, source)
         trainer = Trainer(
-            setup, parts.steps, parts.engine, training, parts.drafter, parts.drafter_params, store,
-            scorer, writer, watch, profiler, interrupted, state, resumed, evaluates,
+            run, programs, start, store, scorer, writer, watch, profiler, interrupted, state, resumed, evaluates
         )  # fmt: skip
         del state, policy  # the trainer replaces them: nothing else may hold their arrays
         watch.lap()  # the seconds of the start belong to no step
         yield trainer
 
 
-def say_finished(parts: Machinery, store: Store) -> None:
+def say_finished(run: Run, store: Store) -> None:
     """Says that there is nothing left to train."""
-    if parts.setup.job.is_first:
+    if run.job.is_first:
         print(
-            f"{parts.setup.config.run} is finished: it has all {store.latest()} steps. Another run needs another folder."
+            f"{run.config.run} is finished: it has all {store.latest()} steps. Another run needs another folder."
         )
 
 
-def export(parts: Machinery, trainer: Trainer) -> None:
+def export(trainer: Trainer) -> None:
     """Writes the policy, and the drafter of an adaptive run, as model directories, unless checkpoint.export is off."""
-    setup, config, state = parts.setup, parts.setup.config, trainer.state
+    run, config, state = trainer.run, trainer.run.config, trainer.state
     if not config.checkpoint.export:
         return
-    if parts.drafter:
-        parts.drafter.export(state)
+    if run.drafter:
+        run.drafter.export(state)
     hf.save_whole(
-        trainer.policy.weights(state.policy),
-        setup.model,
+        trainer.policy,
+        run.model,
         run_folder.export(config),
-        setup.mesh,
-        setup.tokenizer,
+        run.mesh,
+        run.tokenizer,
         config.model.param_dtype,
         run_folder.of_step(state.step),
         prompt_format.files(config),

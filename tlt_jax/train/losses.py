@@ -1,6 +1,8 @@
-"""Losses of the policy update per token, and importance weights, on devices; knows no model.
+"""Losses of the policy update per token, with importance weights and metrics, on devices.
 
-Shapes: *T tokens, of whole packed rows [R, T] where a loss depends on whole answers.
+Shapes: *T tokens, of whole packed rows [R, T] where a loss depends on whole answers; S segments that a row may have. The
+algorithm of a loss has its importance resolved, and a KL coefficient only where the loss has the KL
+(policy_update.Recipe).
 """
 
 from __future__ import annotations
@@ -11,33 +13,25 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from tlt_jax.config import extension
-from tlt_jax.config.schema import CISPO, GSPO, PPO, SEQUENCE
+from tlt_jax.config.schema import CISPO, GSPO, NONE, PPO, SEQUENCE, Algorithm
+from tlt_jax.data.packing import PackedRows
 from tlt_jax.errors import ConfigError
-from tlt_jax.shapes import shaped
-from tlt_jax.train.answers import answer_mean, answer_sum
+from tlt_jax.shapes import most_segments, shaped
 
 LOG_RATIO_LIMIT = 20.0  # log-ratios are clipped to +-20, so that no ratio or gradient overflows
-SIGNATURE = (
-    "loss(tokens: tlt_jax.train.losses.Tokens, clip_low, clip_high)"  # of a loss of one's own
+SIGNATURE = "loss(rows: tlt_jax.data.packing.PackedRows, clip_low, clip_high)"  # of a custom loss
+TOKENS, ANSWERS = "tokens", "answers"  # totals that are the divisors of means
+# Totals that are means over answers; the others, but pg_loss, are means over targets.
+OF_ANSWERS = (
+    "sequence_ratio_mean",
+    "rollout_corr/rollout_is_seq_mean",
+    "rollout_corr/rollout_rs_seq_masked_fraction",
 )
 
-
-class Tokens(NamedTuple):
-    """What a loss is computed from, arrays [*T] of floats but `segments` and `mask`.
-
-    `mask`: whether a token is one of an answer; at other tokens floats are 0. `segments`: the number of its prompt and
-    answer in the row, from 1. `recorded`: log-probs of the rollout; None where there are none.
-    """
-
-    logprobs: Float[Array, "*T"]
-    old_logprobs: Float[Array, "*T"]
-    recorded: Float[Array, "*T"] | None
-    advantages: Float[Array, "*T"]
-    segments: Int[Array, "*T"]
-    mask: Bool[Array, "*T"]
+Metrics = tuple[dict[str, Array], dict[str, Array]]  # totals, maxima
 
 
 class PolicyLoss(NamedTuple):
@@ -89,37 +83,39 @@ def clipped_loss(
 
 @shaped
 def policy_loss(
-    tokens: Tokens, clip_low: float, clip_high: float, clip_dual: float = 0.0
+    rows: PackedRows, clip_low: float, clip_high: float, clip_dual: float = 0.0
 ) -> PolicyLoss:
     """PPO's loss, with the ratio of each token."""
-    ratio = exp_ratio(tokens.logprobs - tokens.old_logprobs)
-    return clipped_loss(ratio, tokens.advantages, clip_low, clip_high, clip_dual)
+    ratio = exp_ratio(rows.update_logprobs - rows.old_logprobs)
+    return clipped_loss(ratio, rows.advantages, clip_low, clip_high, clip_dual)
 
 
 @shaped
 def gspo_loss(
-    tokens: Tokens, clip_low: float, clip_high: float, clip_dual: float = 0.0
+    rows: PackedRows, clip_low: float, clip_high: float, clip_dual: float = 0.0
 ) -> PolicyLoss:
     """PPO's loss with one ratio for an answer, exp(mean of its log-ratios). GSPO, Zheng et al. 2025, arXiv 2507.18071.
 
     The gradient is that of GSPO-token (section 4.3), equal to GSPO's where the tokens of an answer have one advantage.
-    `tokens` are whole rows.
+    `rows` are whole.
     """
-    log_ratio = answer_mean(tokens.logprobs - tokens.old_logprobs, tokens.segments, tokens.mask)
-    own = tokens.logprobs - jax.lax.stop_gradient(tokens.logprobs)  # 0, with the token's gradient
+    log_ratio = answer_mean(rows.update_logprobs - rows.old_logprobs, rows.segments, rows.mask)
+    own = rows.update_logprobs - jax.lax.stop_gradient(
+        rows.update_logprobs
+    )  # 0, with the token's gradient
     ratio = exp_ratio(jax.lax.stop_gradient(log_ratio) + own)
-    return clipped_loss(ratio, tokens.advantages, clip_low, clip_high, clip_dual)
+    return clipped_loss(ratio, rows.advantages, clip_low, clip_high, clip_dual)
 
 
 @shaped
-def cispo_loss(tokens: Tokens, clip_low: float, clip_high: float) -> PolicyLoss:
+def cispo_loss(rows: PackedRows, clip_low: float, clip_high: float) -> PolicyLoss:
     """-clip(ratio, 1 - clip_low, 1 + clip_high) A log-prob, the clipped ratio without a gradient.
 
     CISPO, MiniMax 2025, arXiv 2506.13585, eq. 4 and 5. A clipped token keeps its gradient.
     """
-    ratio = exp_ratio(tokens.logprobs - tokens.old_logprobs)
+    ratio = exp_ratio(rows.update_logprobs - rows.old_logprobs)
     weight = jax.lax.stop_gradient(jnp.clip(ratio, 1 - clip_low, 1 + clip_high))
-    loss = -weight * tokens.advantages * tokens.logprobs
+    loss = -weight * rows.advantages * rows.update_logprobs
     return PolicyLoss(loss, ratio < 1 - clip_low, ratio > 1 + clip_high)
 
 
@@ -127,9 +123,11 @@ BUILT_IN = {PPO: policy_loss, GSPO: gspo_loss, CISPO: cispo_loss}
 
 
 @shaped
-def custom_loss(name: str, tokens: Tokens, clip_low: float, clip_high: float) -> Float[Array, "*T"]:
+def custom_loss(
+    name: str, rows: PackedRows, clip_low: float, clip_high: float
+) -> Float[Array, "*T"]:
     """Loss per token from the user's function `name` (module:function)."""
-    return extension.load("algorithm.loss", name)(tokens, clip_low, clip_high)
+    return extension.load("algorithm.loss", name)(rows, clip_low, clip_high)
 
 
 def check(name: str) -> None:
@@ -137,19 +135,19 @@ def check(name: str) -> None:
     if name in BUILT_IN:
         return
     function = extension.load("algorithm.loss", name)
-    floats, integers, mask = (
+    floats, integers, bools = (
         jax.ShapeDtypeStruct((2, 3), dtype) for dtype in ("float32", "int32", "bool")
     )
-    tokens = Tokens(floats, floats, floats, floats, integers, mask)
-    if reason := extension.misfit(function, tokens, 0.2, 0.2):
+    rows = PackedRows(*[integers] * 4, bools, *[floats] * 6)
+    if reason := extension.misfit(function, rows, 0.2, 0.2):
         raise ConfigError(
             f"algorithm.loss {name!r} is called as {SIGNATURE}, and takes other arguments ({reason}): the arrays that it took "
-            "are fields of tokens, docs/extending.md shows them"
+            "are fields of rows, docs/extending.md shows them"
         )
     try:
-        found = jax.eval_shape(lambda tokens: function(tokens, 0.2, 0.2), tokens)
+        found = jax.eval_shape(lambda rows: function(rows, 0.2, 0.2), rows)
         if getattr(found, "shape", None) == floats.shape:
-            jax.eval_shape(jax.grad(partial(total, function)), floats, tokens)
+            jax.eval_shape(jax.grad(partial(total, function)), floats, rows)
     except (TypeError, ValueError, AttributeError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
@@ -162,9 +160,9 @@ def check(name: str) -> None:
         )
 
 
-def total(function: Callable[..., Array], logprobs: Array, tokens: Tokens) -> Array:
-    """The sum of a loss of one's own, as a function of the log-probs."""
-    return jnp.sum(function(tokens._replace(logprobs=logprobs), 0.2, 0.2))
+def total(function: Callable[..., Array], logprobs: Array, rows: PackedRows) -> Array:
+    """The sum of a custom loss, as a function of the log-probs."""
+    return jnp.sum(function(rows._replace(update_logprobs=logprobs), 0.2, 0.2))
 
 
 @shaped
@@ -179,22 +177,22 @@ def kl_k3(logprobs: Float[Array, "*T"], reference: Float[Array, "*T"]) -> Float[
 
 @shaped
 def importance(
-    tokens: Tokens, level: str, cap: float, most: float = 0.0, veto: float = 0.0
+    rows: PackedRows, level: str, cap: float, most: float = 0.0, veto: float = 0.0
 ) -> Importance:
     """Truncated importance weights of the trainer's policy over the sampler's, at most `cap`; 0 for masked tokens.
 
     `level`: token, or sequence for the product over the answer. With `most` m, a token is masked when its ratio, that of the
     level, is above m or below 1 / m; with `veto` v an answer when the ratio of one of its tokens is above v or below 1 / v.
-    At level sequence and with `veto`, `tokens` are whole rows. Yao et al. 2025, Your Efficient RL Framework Secretly Brings
+    At level sequence and with `veto`, `rows` are whole. Yao et al. 2025, Your Efficient RL Framework Secretly Brings
     You Off-Policy RL Training; the levels are those of verl's rollout_is, the masks its token_k1, seq_sum_k1, seq_max_k2.
     """
-    log_ratio = jax.lax.stop_gradient(tokens.old_logprobs - tokens.recorded)
+    log_ratio = jax.lax.stop_gradient(rows.old_logprobs - rows.rollout_logprobs)
     masks = []
     if veto:
         is_outlier = is_beyond(exp_ratio(log_ratio), veto)
-        masks.append(answer_sum(is_outlier, tokens.segments, tokens.mask) > 0)
+        masks.append(answer_sum(is_outlier, rows.segments, rows.mask) > 0)
     if level == SEQUENCE:
-        log_ratio = answer_sum(log_ratio, tokens.segments, tokens.mask)
+        log_ratio = answer_sum(log_ratio, rows.segments, rows.mask)
     ratio = exp_ratio(log_ratio)
     if most:
         masks.append(is_beyond(ratio, most))
@@ -208,3 +206,165 @@ def importance(
 def is_beyond(ratio: Float[Array, "*T"], most: float) -> Bool[Array, "*T"]:
     """Whether a ratio is above `most` or below its inverse."""
     return (ratio > most) | (ratio < 1 / most)
+
+
+def needs_answers(algorithm: Algorithm) -> bool:
+    """Whether the loss of a token depends on other tokens of its answer. Else it is computed some tokens at a time."""
+    is_own = algorithm.loss not in (PPO, CISPO)
+    return is_own or algorithm.importance == SEQUENCE or algorithm.importance_veto > 0
+
+
+class Slope(NamedTuple):
+    """The policy-gradient loss of whole rows: its value, its gradient in each log-prob, and its totals and maxima."""
+
+    loss: Float[Array, ""]
+    grads: Float[Array, "R T"]
+    metrics: Metrics
+
+
+def token_losses(
+    algorithm: Algorithm, rows: PackedRows
+) -> tuple[Float[Array, "*T"], dict[str, Array], dict[str, Array]]:
+    """Policy-gradient loss of each token; for metrics, per-token values to sum and to take the maximum of."""
+    log_ratio = rows.update_logprobs - rows.old_logprobs
+    ratio = exp_ratio(log_ratio)
+    token_loss, totals = loss_of(algorithm, rows)
+    totals |= {"ratio_mean": ratio, "ppo_kl": -log_ratio}
+    maxima = {"ratio_max": ratio}
+    if needs_answers(algorithm):
+        sequence = exp_ratio(answer_mean(log_ratio, rows.segments, rows.mask))
+        totals["sequence_ratio_mean"] = maxima["sequence_ratio_max"] = sequence
+    if algorithm.importance == NONE:
+        return token_loss, totals, maxima
+    weight, more, peaks = weigh(algorithm, rows)
+    return weight * token_loss, totals | more, maxima | peaks
+
+
+def loss_of(algorithm: Algorithm, rows: PackedRows) -> tuple[Float[Array, "*T"], dict]:
+    """The loss of each token without importance weights, and whether it was clipped, by metric."""
+    limits = algorithm.clip_low, algorithm.clip_high
+    if algorithm.loss not in BUILT_IN:
+        return custom_loss(algorithm.loss, rows, *limits), {}
+    dual = (algorithm.clip_dual,) if algorithm.clip_dual else ()
+    found = BUILT_IN[algorithm.loss](rows, *limits, *dual)
+    low, high = found.clipped_low, found.clipped_high
+    totals = {"pg_clipfrac": low | high, "pg_clipfrac_low": low, "pg_clipfrac_high": high}
+    if dual:
+        totals["pg_clipfrac_lower"] = found.clipped_dual
+    return found.loss, totals
+
+
+def weigh(algorithm: Algorithm, rows: PackedRows) -> tuple[Float[Array, "*T"], dict, dict]:
+    """The weight of each token's loss between rollout and update, and its metrics, named as verl's rollout_corr."""
+    cap, masks = algorithm.importance_cap, (algorithm.importance_mask, algorithm.importance_veto)
+    weight, ratio, is_masked = importance(rows, algorithm.importance, cap, *masks)
+    totals = {
+        "rollout_corr/rollout_is_mean": ratio,
+        "rollout_corr/rollout_is_ratio_fraction_high": ratio > cap,
+        "rollout_corr/kl": rows.rollout_logprobs - rows.old_logprobs,
+    }
+    maxima = {"rollout_corr/rollout_is_max": ratio}
+    if needs_answers(algorithm):
+        whole = answer_mean(ratio, rows.segments, rows.mask)
+        totals["rollout_corr/rollout_is_seq_mean"] = maxima["rollout_corr/rollout_is_seq_max"] = (
+            whole
+        )
+    if is_masked is not None:
+        totals["rollout_corr/rollout_rs_masked_fraction"] = is_masked
+        if needs_answers(algorithm):
+            some = answer_sum(is_masked, rows.segments, rows.mask) > 0
+            totals["rollout_corr/rollout_rs_seq_masked_fraction"] = some
+    return weight, totals, maxima
+
+
+def slope(algorithm: Algorithm, rows: PackedRows) -> Slope:
+    """The policy-gradient loss sum(rows.weights * token loss) of whole rows, and its gradient in the log-probs.
+
+    rows.old_logprobs are constants, also where they equal the log-probs.
+    """
+    mask = rows.mask
+
+    def total(logprobs: Float[Array, "R T"]) -> tuple[Float[Array, ""], Metrics]:
+        token_loss, totals, maxima = token_losses(
+            algorithm, rows._replace(update_logprobs=logprobs)
+        )
+        count = answer_sum(mask, rows.segments, mask)
+        share = (1 / jnp.maximum(count, 1)).astype(token_loss.dtype)
+        totals[ANSWERS] = jnp.ones_like(share)
+        for name in (*OF_ANSWERS, ANSWERS):
+            if name in totals:
+                totals[name] = totals[name] * share
+        sums, peaks = summed(mask, totals, token_loss.dtype), largest(mask, maxima)
+        sums["pg_loss"] = jnp.sum(rows.weights * jnp.where(mask, token_loss, 0), axis=-1)
+        loss = jnp.sum(sums["pg_loss"])
+        return loss, (jax.tree.map(jnp.sum, sums), jax.tree.map(jnp.max, peaks))
+
+    (loss, metrics), grads = jax.value_and_grad(total, has_aux=True)(rows.update_logprobs)
+    return Slope(loss, jnp.where(mask, grads, 0), metrics)
+
+
+def summed(
+    mask: Bool[Array, "G t"], totals: dict[str, Array], dtype: jax.typing.DTypeLike
+) -> dict[str, Float[Array, " G"]]:
+    """The sums of values over the targets of each group or row."""
+    return {
+        name: jnp.sum(jnp.where(mask, part, 0), axis=-1, dtype=dtype)
+        for name, part in totals.items()
+    }
+
+
+def largest(mask: Bool[Array, "G t"], maxima: dict[str, Array]) -> dict[str, Float[Array, " G"]]:
+    """The maxima of values over targets, at least 0."""
+    return {name: jnp.max(jnp.where(mask, part, 0), axis=-1) for name, part in maxima.items()}
+
+
+def means(totals: dict[str, Array]) -> dict[str, Array]:
+    """The metrics of totals: means over targets or over answers, 0 without any; pg_loss and the divisors themselves."""
+
+    def of(name: str) -> Array:
+        if name in ("pg_loss", TOKENS, ANSWERS):
+            return totals[name]
+        return totals[name] / jnp.maximum(totals[divisor(name)], 1)
+
+    return {name: of(name) for name in totals}
+
+
+def divisor(name: str) -> str:
+    """The total that the mean of this name is divided by."""
+    return ANSWERS if name in OF_ANSWERS else TOKENS
+
+
+@shaped
+def segment_sums(
+    values: Shaped[Array, "R T"], segments: Int[Array, "R T"], mask: Bool[Array, "R T"]
+) -> Shaped[Array, "R S"]:
+    """The sum of each segment's answer tokens, of segment s at s - 1; of bool values the number."""
+    is_here = of_segments(segments, mask)
+    return jnp.sum(jnp.where(is_here, values[..., None], 0), axis=1)
+
+
+@shaped
+def answer_sum(
+    values: Shaped[Array, "R T"], segments: Int[Array, "R T"], mask: Bool[Array, "R T"]
+) -> Shaped[Array, "R T"]:
+    """At each token of an answer the sum over its tokens, of bool values the number; 0 at other tokens.
+
+    All tokens of an answer have the same bits. It has a gradient. Its sums have a fixed order, on every device.
+    """
+    sums = segment_sums(values, segments, mask)
+    return jnp.sum(jnp.where(of_segments(segments, mask), sums[:, None], 0), axis=-1)
+
+
+@shaped
+def answer_mean(
+    values: Float[Array, "R T"], segments: Int[Array, "R T"], mask: Bool[Array, "R T"]
+) -> Float[Array, "R T"]:
+    """At each token of an answer the mean over its tokens; 0 at other tokens."""
+    count = answer_sum(mask, segments, mask)
+    return answer_sum(values, segments, mask) / jnp.maximum(count, 1)
+
+
+def of_segments(segments: Int[Array, "R T"], mask: Bool[Array, "R T"]) -> Bool[Array, "R T S"]:
+    """Whether a token is one of an answer, and of the segment. XLA fuses it: no array of this size is made."""
+    numbers = jnp.arange(1, most_segments(segments.shape[1]) + 1)
+    return (segments[..., None] == numbers) & mask[..., None]

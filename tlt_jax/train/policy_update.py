@@ -1,11 +1,13 @@
 """One optimizer step of the policy over the whole mesh, for GRPO or supervised learning.
 
-It knows no rollout. Shapes: R packed rows of an accumulation step, T tokens of a row. The host
-loops over accumulation steps: one program serves any number of them.
+Shapes: R packed rows of an accumulation step, T tokens of a row. The host loops over accumulation steps: one program
+serves any number of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -14,21 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from tlt_jax import optimizer
-from tlt_jax.config.schema import NONE
-from tlt_jax.distributed.mesh import is_cpu, put
+from tlt_jax.config import Config
+from tlt_jax.config.schema import AUTO, LOSS, NONE, Algorithm
+from tlt_jax.config.validate import importance
+from tlt_jax.data import packing
+from tlt_jax.data.packing import PackedRows
+from tlt_jax.distributed.mesh import is_cpu, put, sharding
 from tlt_jax.models import architecture, lora, targets, token_logprobs as scoring, transformer
-from tlt_jax.models.architecture import Params
+from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.models.lora import Adapters
-from tlt_jax.optimizer import TrainState
-from tlt_jax.train import losses, policy_loss
-from tlt_jax.train.losses import Tokens
-from tlt_jax.train.objective import Objective
-from tlt_jax.train.policy_batch import Batch, Rows, rows_sharding
-from tlt_jax.train.recipe import Recipe
+from tlt_jax.models.low_rank import Lora
+from tlt_jax.models.remat import Remat
+from tlt_jax.optimizer import Adam, TrainState
+from tlt_jax.train import losses
 
 # Most accumulation steps in flight on accelerators.
 IN_FLIGHT = 8
@@ -37,6 +41,57 @@ EMPTY = "empty_updates"  # metric: 1 when a batch had no targets or no gradient
 
 PolicyState = TrainState  # with params of what is trained
 Trained = Params | Adapters  # all weights, or adapters of a frozen base
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The static arguments of the programs of a policy update.
+
+    `algorithm`: what the loss minimizes, with importance resolved, and kl_coef 0 unless the KL is in the loss; with
+    `is_supervised` the loss is the negative log-likelihood of the answers.
+    """
+
+    model: ModelConfig
+    mesh: Mesh
+    adam: Adam
+    algorithm: Algorithm = Algorithm(importance=NONE)
+    temperature: float = 1.0  # of log-probs
+    is_supervised: bool = False
+    param_dtype: str = "float32"
+    compute_dtype: str = "float32"
+    remat: Remat = ()
+    logits_chunk: int = 1024
+    attention_block: int = 128
+    longest: int | None = None  # tokens of the longest example; None: the row length
+    lora: Lora | None = None  # None: all weights are trained
+
+    @classmethod
+    def of(cls, config: Config, model: ModelConfig, mesh: Mesh, total_steps: int) -> Recipe:
+        """The recipe of a run of `total_steps` RL steps.
+
+        Log-probs are at the temperature of the rollout. With model.remat auto, `memory.fitted` chooses the levels, without
+        which programs with a backward pass cannot be made.
+        """
+        sizes, algorithm = config.model, config.algorithm
+        logits_chunk, attention_block = targets.blocks(model.vocab_size, mesh)
+        return cls(
+            model,
+            mesh,
+            Adam.of(config, total_steps),
+            replace(
+                algorithm,
+                importance=importance(algorithm, sizes.compute_dtype),
+                kl_coef=algorithm.kl_coef if algorithm.kl_in == LOSS else 0.0,
+            ),
+            config.rollout.temperature,
+            param_dtype=sizes.param_dtype,
+            compute_dtype=sizes.compute_dtype,
+            remat=(sizes.remat,) * model.num_layers,
+            logits_chunk=logits_chunk,
+            attention_block=attention_block,
+            longest=packing.longest(config),
+            lora=lora.chosen(sizes.lora),
+        )
 
 
 @struct.dataclass
@@ -93,7 +148,7 @@ def state_shardings(recipe: Recipe) -> PolicyState:
     return jax.tree.map(lambda leaf: leaf.sharding, abstract_state(recipe))
 
 
-def states(params: Params, rows: Rows, recipe: Recipe) -> Float[Array, "R T D"]:
+def states(params: Params, rows: PackedRows, recipe: Recipe) -> Float[Array, "R T D"]:
     """The last hidden states of one accumulation step."""
     return transformer.hidden(
         params,
@@ -109,19 +164,19 @@ def states(params: Params, rows: Rows, recipe: Recipe) -> Float[Array, "R T D"]:
     )[0]
 
 
-def loss(params: Params, rows: Rows, recipe: Recipe) -> tuple[Float[Array, ""], tuple[dict, dict]]:
+def loss(
+    params: Params, rows: PackedRows, recipe: Recipe
+) -> tuple[Float[Array, ""], tuple[dict, dict]]:
     """The loss of one accumulation step, sum(weights * token loss); for metrics, sums and maxima over its targets.
 
     Where it needs whole answers, the log-probs of all targets are computed first, then the policy-gradient loss and its
     gradient in them, which the pass with the logits' gradient takes.
     """
-    x, objective = states(params, rows, recipe), recipe.objective
-    if objective.is_supervised or not objective.needs_answers:
+    x = states(params, rows, recipe)
+    if recipe.is_supervised or not losses.needs_answers(recipe.algorithm):
         return head_loss(params, x, rows, None, recipe)
-    logprobs = head_logprobs(
-        *jax.lax.stop_gradient((params, x)), rows.targets, rows.weights > 0, recipe
-    )
-    whole = policy_loss.slope(objective, tokens_of(rows, logprobs), rows.weights)
+    logprobs = head_logprobs(*jax.lax.stop_gradient((params, x)), rows.targets, rows.mask, recipe)
+    whole = losses.slope(recipe.algorithm, with_logprobs(rows, logprobs))
     rest, (sums, maxima) = head_loss(params, x, rows, whole.grads, recipe)
     totals, peaks = whole.metrics
     return whole.loss + rest, (totals | sums, peaks | maxima)
@@ -130,7 +185,7 @@ def loss(params: Params, rows: Rows, recipe: Recipe) -> tuple[Float[Array, ""], 
 def head_loss(
     params: Params,
     x: Float[Array, "R T D"],
-    rows: Rows,
+    rows: PackedRows,
     grads: Float[Array, "R T"] | None,
     recipe: Recipe,
 ) -> tuple[Float[Array, ""], tuple[dict, dict]]:
@@ -141,65 +196,71 @@ def head_loss(
         recipe.mesh,
         x,
         (rows, grads),
-        rows.weights > 0,
-        partial(group_loss, objective=recipe.objective),
+        rows.mask,
+        partial(group_loss, recipe=recipe),
         chunk=recipe.logits_chunk,
     )
 
 
 def group_loss(
     logits: Float[Array, "G t V"],
-    given: tuple[Rows, Float[Array, "G t"] | None],
-    objective: Objective,
+    given: tuple[PackedRows, Float[Array, "G t"] | None],
+    recipe: Recipe,
 ) -> tuple[Float[Array, " G"], tuple[dict, dict]]:
     """The loss of some targets [G, t] of each data group, with its sums and maxima, from their logits.
 
     `given`: their rows, and None; or the gradient of the policy-gradient loss in their log-probs. Then this loss has its
     gradient, but neither its value nor its metrics.
     """
-    rows, grads = given
-    mask = rows.weights > 0
+    (rows, grads), algorithm = given, recipe.algorithm
+    mask = rows.mask
     logprobs, entropy = scoring.score(
-        logits, rows.targets, objective.temperature, objective.entropy_coef != 0
+        logits, rows.targets, recipe.temperature, algorithm.entropy_coef != 0
     )
     logprobs, entropy = jnp.where(mask, logprobs, 0), jnp.where(mask, entropy, 0)
 
-    if objective.is_supervised:
+    if recipe.is_supervised:
         return jnp.sum(rows.weights * -logprobs, axis=-1), ({}, {})
 
-    tokens = tokens_of(rows, logprobs)
+    rows = with_logprobs(rows, logprobs)
     pg_loss, totals, maxima = jnp.zeros_like(logprobs), {}, {}
     if grads is None:
-        pg_loss, totals, maxima = policy_loss.policy_loss(objective, tokens)
-    token_loss = pg_loss - objective.entropy_coef * entropy
+        pg_loss, totals, maxima = losses.token_losses(algorithm, rows)
+    token_loss = pg_loss - algorithm.entropy_coef * entropy
     totals |= {"tokens": mask, "entropy": entropy}
 
-    if rows.reference is not None:
-        totals["kl"] = kl = losses.kl_k3(logprobs, jnp.where(mask, rows.reference, 0))
-        if objective.kl_coef:
-            token_loss += objective.kl_coef * kl
-    if tokens.recorded is not None:
-        difference = jnp.abs(tokens.old_logprobs - tokens.recorded)
+    if rows.reference_logprobs is not None:
+        reference = jnp.where(mask, rows.reference_logprobs, 0)
+        totals["kl"] = kl = losses.kl_k3(logprobs, reference)
+        if algorithm.kl_coef:
+            token_loss += algorithm.kl_coef * kl
+    if rows.rollout_logprobs is not None:
+        difference = jnp.abs(rows.old_logprobs - rows.rollout_logprobs)
         totals["rollout_logprob_diff_mean"] = maxima["rollout_logprob_diff_max"] = difference
 
-    sums = policy_loss.summed(mask, totals, token_loss.dtype)
+    sums = losses.summed(mask, totals, token_loss.dtype)
     loss = jnp.sum(rows.weights * token_loss, axis=-1)
     if grads is None:
         sums["pg_loss"] = jnp.sum(rows.weights * pg_loss, axis=-1)
     else:
         loss += jnp.sum(grads * (logprobs - jax.lax.stop_gradient(logprobs)), axis=-1)
-    return loss, (sums, policy_loss.largest(mask, maxima))
+    return loss, (sums, losses.largest(mask, maxima))
 
 
-def tokens_of(rows: Rows, logprobs: Float[Array, "R T"]) -> Tokens:
-    """What a loss is computed from. Without rows.old the old log-probs are the given ones, without a gradient."""
-    mask = rows.weights > 0
-    old = jax.lax.stop_gradient(logprobs) if rows.old is None else jnp.where(mask, rows.old, 0)
-    recorded = None if rows.recorded is None else jnp.where(mask, rows.recorded, 0)
-    return Tokens(logprobs, old, recorded, rows.advantages, rows.segments, mask)
+def with_logprobs(rows: PackedRows, logprobs: Float[Array, "R T"]) -> PackedRows:
+    """The rows as a loss reads them, with the log-probs of the update, 0 where it counts nothing.
+
+    Without old log-probs these are the given ones, without a gradient.
+    """
+    mask, old, rollout = rows.mask, rows.old_logprobs, rows.rollout_logprobs
+    return rows._replace(
+        update_logprobs=logprobs,
+        old_logprobs=jax.lax.stop_gradient(logprobs) if old is None else jnp.where(mask, old, 0),
+        rollout_logprobs=None if rollout is None else jnp.where(mask, rollout, 0),
+    )
 
 
-def empty(params: Params, rows: Rows, recipe: Recipe) -> Sums:
+def empty(params: Params, rows: PackedRows, recipe: Recipe) -> Sums:
     """Zero sums, before the first accumulation step. Raises ValueError as `check` does."""
     check(rows, recipe)
     value, (totals, maxima) = jax.eval_shape(partial(loss, recipe=recipe), params, rows)
@@ -208,7 +269,7 @@ def empty(params: Params, rows: Rows, recipe: Recipe) -> Sums:
 
 
 def accumulate(
-    sums: Sums, params: Params, rows: Rows, recipe: Recipe
+    sums: Sums, params: Params, rows: PackedRows, recipe: Recipe
 ) -> tuple[Sums, Float[Array, ""]]:
     """The sums after another accumulation step, and the loss of that step.
 
@@ -249,7 +310,7 @@ def apply(
     if tokens is not None:
         learns &= tokens > 0
     state, rate = optimizer.advance(state, sums.grads, is_finite, recipe.adam, learns, step)
-    means = policy_loss.means(sums.totals)
+    means = losses.means(sums.totals)
     if tokens is not None:
         means[EMPTY] = (~learns).astype(jnp.int32)
     return state, {
@@ -262,19 +323,18 @@ def apply(
     }
 
 
-def check(rows: Rows, recipe: Recipe) -> None:
-    """Raises ValueError when the rows lack log-probs that the objective needs."""
-    if recipe.objective.kl_coef and rows.reference is None:
+def check(rows: PackedRows, recipe: Recipe) -> None:
+    """Raises ValueError when the rows lack log-probs that the loss needs."""
+    algorithm = recipe.algorithm
+    if algorithm.kl_coef and rows.reference_logprobs is None:
+        raise ValueError(f"kl_coef {algorithm.kl_coef} needs rows.reference_logprobs: give them")
+    if algorithm.importance != NONE and rows.rollout_logprobs is None:
         raise ValueError(
-            f"kl_coef {recipe.objective.kl_coef} needs the reference's log-probs: give rows.reference"
-        )
-    if recipe.objective.importance != NONE and rows.recorded is None:
-        raise ValueError(
-            f"importance {recipe.objective.importance} needs the sampler's log-probs: give rows.recorded"
+            f"importance {algorithm.importance} needs rows.rollout_logprobs: give them"
         )
 
 
-def score(params: Params, rows: Rows, recipe: Recipe) -> Float[Array, "R T"]:
+def score(params: Params, rows: PackedRows, recipe: Recipe) -> Float[Array, "R T"]:
     """Log-probability of each target, also of those that the loss leaves out; 0 elsewhere."""
     x = states(params, rows, recipe)
     scores = head_logprobs(params, x, rows.targets, rows.is_answer, recipe)
@@ -296,7 +356,7 @@ def head_logprobs(
         x,
         ids,
         is_target,
-        temperature=recipe.objective.temperature,
+        temperature=recipe.temperature,
         chunk=recipe.logits_chunk,
     )
 
@@ -340,7 +400,48 @@ def programs(recipe: Recipe) -> UpdatePrograms:
     )
 
 
-def abstract_sums(recipe: Recipe, rows: Rows) -> Sums:
+# A recipe, and the bytes of temporaries on a device of its compiled accumulation step, to the recipe to use instead.
+Correct = Callable[[Recipe, int], Recipe]
+
+
+class Accumulation:
+    """`accumulate` of `recipe`, which the first call corrects until it stays as it is.
+
+    Where a corrected recipe differs, it compiles again; else it costs nothing, since the call needs the compiled program.
+    """
+
+    __name__ = "accumulate"  # in what is logged
+
+    def __init__(self, recipe: Recipe, correct: Correct):
+        self.recipe, self.correct, self.is_checked = recipe, correct, False
+
+    @property
+    def program(self) -> jax.stages.Wrapped:
+        """The jitted function of the recipe."""
+        return programs(self.recipe).accumulate
+
+    def lower(self, *arguments: Any) -> jax.stages.Lowered:
+        """That of the program."""
+        return self.program.lower(*arguments)
+
+    def __call__(self, *arguments: Any) -> Any:
+        while not self.is_checked:
+            compiled = self.lower(*arguments).compile()  # the call finds it in JAX's memory
+            needed = compiled.memory_analysis().temp_size_in_bytes
+            corrected = self.correct(self.recipe, needed)
+            self.recipe, self.is_checked = corrected, corrected == self.recipe
+        return self.program(*arguments)
+
+
+def corrected_programs(config: Config, recipe: Recipe, correct: Correct) -> UpdatePrograms:
+    """The programs of a run; with model.remat auto, the first accumulation step corrects what layers keep."""
+    plain = programs(recipe)
+    if config.model.remat != AUTO:
+        return plain
+    return plain._replace(accumulate=Accumulation(recipe, correct))
+
+
+def abstract_sums(recipe: Recipe, rows: PackedRows) -> Sums:
     """ShapeDtypeStructs with shardings of the sums over such rows, for compilation."""
     return programs(recipe).empty.eval_shape(abstract_policy(recipe), rows)
 
@@ -348,11 +449,11 @@ def abstract_sums(recipe: Recipe, rows: Rows) -> Sums:
 def update(
     programs: UpdatePrograms,
     state: PolicyState,
-    batch: Batch,
+    batch: Sequence[PackedRows],
     step: int,
     base: Params | None = None,
 ) -> tuple[PolicyState, dict[str, Array]]:
-    """The state after one optimizer step on the batch, and its metrics. It owns `state`.
+    """The state after one optimizer step on a batch, by accumulation step, and its metrics. It owns `state`.
 
     `step`: of the schedule, from 0 on: the RL step, for all of its optimizer steps. `base`: of the adapters that the state
     holds; None when it holds all weights.
@@ -366,9 +467,9 @@ def update(
 
 
 def token_logprobs(
-    programs: UpdatePrograms, params: Params, batch: Batch
+    programs: UpdatePrograms, params: Params, batch: Sequence[PackedRows]
 ) -> list[Float[Array, "R T"]]:
-    """Log-probability of each target, 0 elsewhere, as stored in Rows.old and Rows.reference."""
+    """Log-probability of each target, 0 elsewhere, by accumulation step."""
     scores = []
     for rows in batch:
         scores = throttle([*scores, programs.score(params, rows)])
@@ -392,3 +493,8 @@ def block_on_cpu(results: Any) -> Any:
     if is_cpu(jax.tree.leaves(results)[0].sharding.mesh):
         jax.block_until_ready(results)
     return results
+
+
+def rows_sharding(mesh: Mesh) -> NamedSharding:
+    """Packed rows are sharded over the mesh axis "data"."""
+    return sharding(mesh, ("batch", None), "train")

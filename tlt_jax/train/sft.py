@@ -16,26 +16,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool
 
 from tlt_jax import cli, run_folder
 from tlt_jax.config import Config, load as configuration
-from tlt_jax.config.schema import Lora
+from tlt_jax.config.schema import NONE, Algorithm, Lora
 from tlt_jax.data import dataset as datasets, packing, prompt_format
 from tlt_jax.data.dataset import Dataset
-from tlt_jax.data.packing import Example
 from tlt_jax.errors import Diverged, Interrupted
 from tlt_jax.metrics import Writer, check_trackers
 from tlt_jax.models import from_config, hf
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.optimizer import MAX_NONFINITE, WEIGHT_DECAY, Adam
-from tlt_jax.train import accumulation, memory, policy_batch, policy_update
-from tlt_jax.train.advantages import answer_weights
-from tlt_jax.train.objective import Objective
-from tlt_jax.train.policy_batch import Batch
-from tlt_jax.train.policy_update import PolicyState
-from tlt_jax.train.recipe import Recipe
+from tlt_jax.train import batch as batches, memory, policy_update
+from tlt_jax.train.policy_update import PolicyState, Recipe
 from tlt_jax.train.setup import Setup
 
 FORMAT = 2  # version of the cache
@@ -64,13 +58,13 @@ def warm_start(setup: Setup, writer: Writer, interrupted: Callable[[], bool]) ->
     recipe = memory.fitted(config, recipe, None, setup.job)
     state = policy_update.create(from_config.load_policy(config, model, mesh), recipe)
     correct = partial(memory.corrected, config, None, setup.job)
-    programs = accumulation.programs(config, recipe, correct)
+    programs = policy_update.corrected_programs(config, recipe, correct)
     progress = Progress(config.sft.steps, writer)
     for step in range(config.sft.steps):
         if not setup.job.meeting().goes_on(interrupted):
             raise Interrupted("the warm start was interrupted")
         solutions = setup.dataset.solutions(step, config.sft.batch)
-        batch = make_batch(config, recipe, solutions)
+        batch = batches.solutions(config, recipe, solutions)
         state, metrics = policy_update.update(programs, state, batch, step)
         progress.step(step + 1, metrics, sum(len(solution) for _, solution in solutions))
         if (step + 1) % LOG_EVERY == 0 or step + 1 == config.sft.steps:
@@ -135,22 +129,10 @@ def supervised(recipe: Recipe, config: Config) -> Recipe:
     It trains all weights. Worked solutions may be longer than answers, up to the row length.
     """
     adam = Adam.short(config, config.sft.learning_rate, config.sft.steps)
-    objective = Objective(is_supervised=True)
-    return replace(recipe, adam=adam, objective=objective, longest=None, lora=None)
-
-
-def make_batch(
-    config: Config, recipe: Recipe, solutions: list[tuple[np.ndarray, np.ndarray]]
-) -> Batch:
-    """Worked solutions in packed rows; every solution token has the same weight."""
-    examples = [Example(uid, prompt, solution) for uid, (prompt, solution) in enumerate(solutions)]
-    packed = packing.pack(
-        examples, packing.row_tokens(config), packing.rows(config), config.mesh.data
-    )
-    weights = answer_weights(packed.answer_lengths, "token_mean", config.rollout.max_new_tokens)
-    return policy_batch.make_batch(
-        packed, recipe.mesh, recipe.longest, weights, np.ones(len(examples))
-    )
+    return replace(
+        recipe, adam=adam, algorithm=Algorithm(importance=NONE), temperature=1.0, is_supervised=True,
+        longest=None, lora=None,
+    )  # fmt: skip
 
 
 def cache_folder(config: Config, model: ModelConfig, dataset: Dataset) -> Path | None:

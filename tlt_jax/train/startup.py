@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,8 +16,10 @@ from tlt_jax.config import Config, parse, validate
 from tlt_jax.config.schema import ADAPTIVE
 from tlt_jax.data import dataset as datasets
 from tlt_jax.data.dataset import Dataset
+from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError, DamagedCheckpoint
+from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.metrics import Writer, check_trackers
 from tlt_jax.models import from_config, remat as remats
 from tlt_jax.models.architecture import Params
@@ -26,23 +28,22 @@ from tlt_jax.rollout import first
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.background import Early
 from tlt_jax.rollout.executables.disk_cache import sources
+from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.spec_decode.interface import Sampling
 from tlt_jax.spec_decode.strategy import LEARNED
 from tlt_jax.train import (
-    accumulation,
     adaptive,
+    batch,
     dynamic_sampling,
     evaluation,
     losses,
     memory,
-    minibatches,
     policy_update,
     run_state,
     sft,
 )
-from tlt_jax.train.drafter_learning import DrafterLearning, on_devices
-from tlt_jax.train.policy_update import Trained, UpdatePrograms
-from tlt_jax.train.recipe import Recipe
-from tlt_jax.train.request import training_request
+from tlt_jax.train.adaptive import DrafterLearning
+from tlt_jax.train.policy_update import Recipe, Trained, UpdatePrograms
 from tlt_jax.train.run_state import RunState
 from tlt_jax.train.setup import Setup
 from tlt_jax.tuner.acceptance import GUESS
@@ -52,20 +53,32 @@ SHORT = 60  # characters of a prompt that a line shows
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Machinery:
-    """What a run of `steps` RL steps is made with, before it enters its folder.
+@dataclass(frozen=True, kw_only=True)
+class Run(Setup):
+    """A run of `steps` RL steps, before it enters its folder: its inputs, and what it is made with.
 
     `drafter`: None without an adaptive drafter; `drafter_params`: the weights of drafter_training.start, or of the drafter
     that speculation.drafter names; None when it names none.
     """
 
-    setup: Setup
     steps: int
     recipe: Recipe
     engine: Engine
     drafter: DrafterLearning | None
     drafter_params: DrafterParams | None
+
+    def request(self, prompts: Sequence[Prompt], step: int) -> RolloutRequest:
+        """What the rollout that follows `step` decodes."""
+        rollout = self.config.rollout
+        return self.engine.request(
+            [prompt.tokens for prompt in prompts],
+            rollout.samples,
+            Sampling.of(rollout),
+            rollout.max_new_tokens,
+            stream=TRAIN_STREAM,
+            step=step,
+            rollouts_left=self.steps - step - 1,
+        )
 
 
 def load(config: Config, job: Job) -> Setup:
@@ -82,8 +95,8 @@ def load(config: Config, job: Job) -> Setup:
     return Setup.of(config, tokenizer, dataset, job)
 
 
-def machinery(setup: Setup) -> Machinery:
-    """The engine and the recipes of a run. Raises ConfigError for what the devices cannot hold."""
+def make_run(setup: Setup) -> Run:
+    """The run of a setup. Raises ConfigError for what the devices cannot hold."""
     config, model, mesh = setup.config, setup.model, setup.mesh
     steps = total_steps(config, setup.dataset)
     recipe = Recipe.of(config, model, mesh, steps)
@@ -99,50 +112,57 @@ def machinery(setup: Setup) -> Machinery:
     engine = Engine(config, model, mesh, stops, drafter, captures_states, setup.job, recipe.lora)
     learning = None
     if is_adaptive:
-        learning = DrafterLearning(config, engine, steps, on_devices(config, engine))
+        parts = adaptive.on_devices(config, engine)
+        learning = DrafterLearning(config, engine, steps, parts)
     memory.preflight(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
-    return Machinery(setup, steps, recipe, engine, learning, drafter_params)
+    return Run(
+        **vars(setup), steps=steps, recipe=recipe, engine=engine, drafter=learning, drafter_params=drafter_params
+    )  # fmt: skip
 
 
-def update_programs(parts: Machinery) -> UpdatePrograms:
+def update_programs(run: Run) -> UpdatePrograms:
     """The programs of the update. They and the rollout's reshard begin to compile in the background, where cores are free."""
-    config, engine, recipe = parts.setup.config, parts.engine, parts.recipe
-    correct = partial(memory.corrected, config, engine.learned, parts.setup.job)
-    update = accumulation.programs(config, recipe, correct)
+    config, engine, recipe = run.config, run.engine, run.recipe
+    correct = partial(memory.corrected, config, engine.learned, run.job)
+    update = policy_update.corrected_programs(config, recipe, correct)
     if not first.compiles_early(engine):
         return update
     early = UpdatePrograms(*(Early(one, engine.programs.background) for one in update))
-    state, rows = policy_update.abstract_state(recipe), minibatches.abstract_rows(config, recipe)
+    state, rows = policy_update.abstract_state(recipe), batch.abstract_rows_of(config, recipe)
     policy = policy_update.abstract_policy(recipe)
     sums = partial(policy_update.abstract_sums, recipe, rows)
     engine.reshard.compile(lambda: (policy,))
-    for scored in minibatches.scored_policies(config, policy, policy_update.abstract_base(recipe)):
-        early.score.compile(lambda scored=scored: (scored, rows.replace(old=None, reference=None)))
+    for scored in batch.scored_policies(config, policy, policy_update.abstract_base(recipe)):
+        early.score.compile(
+            lambda scored=scored: (
+                scored,
+                rows._replace(old_logprobs=None, reference_logprobs=None),
+            )
+        )
     early.empty.compile(lambda: (policy, rows))
     early.accumulate.compile(lambda: (sums(), policy, rows))
     early.apply.compile(lambda: (state, sums(), state.step))
     return early
 
 
-def begin_rollout(parts: Machinery, state: RunState | None = None) -> None:
+def begin_rollout(run: Run, state: RunState | None = None) -> None:
     """Starts to compile for the rollout from this state, where cores are free; None: of a new run without its weights.
 
     What a new run decodes first depends on them only where it has a drafter to start with.
     """
-    setup, engine = parts.setup, parts.engine
+    engine = run.engine
     if not first.compiles_early(engine):
         return
     if state is None:
-        if parts.drafter_params is not None or (parts.drafter and engine.tuner.has_fixed_policy):
+        if run.drafter_params is not None or (run.drafter and engine.tuner.has_fixed_policy):
             return
-        if parts.drafter:
+        if run.drafter:
             engine.use_learned(False)
     step, tuner = (state.step, state.tuner) if state is not None else (0, engine.tuner.init())
-    if step < parts.steps:
+    if step < run.steps:
         position = None if state is None else state.position
-        prompts = dynamic_sampling.window(setup.config, setup.dataset, step, position)
-        request = training_request(setup, engine, prompts, step, parts.steps)
-        first.begin_compiling(engine, request, tuner)
+        prompts = dynamic_sampling.window(run.config, run.dataset, step, position)
+        first.begin_compiling(engine, run.request(prompts, step), tuner)
 
 
 def facts(config: Config, dataset: Dataset) -> dict[str, Any]:
@@ -193,27 +213,24 @@ def lacks_evaluation(config: Config, store: Store, step: int, steps: int) -> boo
         return True
 
 
-def resume(parts: Machinery, store: Store) -> RunState | None:
+def resume(run: Run, store: Store) -> RunState | None:
     """The state of the newest checkpoint; None without one. Raises CheckpointError."""
-    drafter = parts.drafter.recipe if parts.drafter else None
-    engine = parts.engine
-    return run_state.resume(store, parts.recipe, drafter, engine.tuner, engine.basis)
+    drafter, engine = run.drafter.recipe if run.drafter else None, run.engine
+    return run_state.resume(store, run.recipe, drafter, engine.tuner, engine.basis)
 
 
-def new_state(
-    parts: Machinery, writer: Writer, interrupted: Callable[[], bool]
-) -> tuple[RunState, Params]:
+def new_state(run: Run, writer: Writer, interrupted: Callable[[], bool]) -> tuple[RunState, Params]:
     """The state of a new run: what it trains, and the drafter if there is one to start from; and its start policy.
 
     A tuner with a fixed policy needs an adaptive drafter at once, and gets an untrained one. Raises ModelError before the
     warm start for a drafter whose record of acceptance cannot be read; Interrupted.
     """
-    config, tuner, start = parts.setup.config, parts.engine.tuner, parts.drafter_params
+    config, tuner, start = run.config, run.engine.tuner, run.drafter_params
     acceptance = from_config.drafter_acceptance(config)
-    policy, trained = start_of(parts.setup, parts.recipe, writer, interrupted)
-    state = RunState(0, policy_update.create(trained, parts.recipe), None, tuner.init())
-    if parts.drafter and (start is not None or tuner.has_fixed_policy):
-        state = state.replace(drafter=adaptive.create(config, parts.drafter.recipe, start))
+    policy, trained = start_of(run, writer, interrupted)
+    state = RunState(0, policy_update.create(trained, run.recipe), None, tuner.init())
+    if run.drafter and (start is not None or tuner.has_fixed_policy):
+        state = state.replace(drafter=adaptive.create(config, run.drafter.recipe, start))
     if start is not None:
         # Without a record the tuner knows only that the drafter was trained.
         known = {LEARNED: acceptance or GUESS}
@@ -221,16 +238,14 @@ def new_state(
     return state, policy
 
 
-def start_of(
-    setup: Setup, recipe: Recipe, writer: Writer, interrupted: Callable[[], bool]
-) -> tuple[Params, Trained]:
+def start_of(run: Run, writer: Writer, interrupted: Callable[[], bool]) -> tuple[Params, Trained]:
     """The start policy of a new run, and what the run trains: the same weights, or with model.lora adapters.
 
     A warm start trains all weights. The base of adapters has the compute dtype. Raises ConfigError, Interrupted.
     """
-    config, model, mesh = setup.config, setup.model, setup.mesh
+    config, model, mesh, recipe = run.config, run.model, run.mesh, run.recipe
     if not recipe.lora:
-        params = sft.warm_start(setup, writer, interrupted)
+        params = sft.warm_start(run, writer, interrupted)
         return params, params
     if config.sft.steps and from_config.adapter_directory(config):
         raise ConfigError(
@@ -241,5 +256,5 @@ def start_of(
     dtype = config.model.compute_dtype
     if not config.sft.steps:
         return from_config.load_base(config, model, mesh, dtype), adapters
-    params = sft.warm_start(setup, writer, interrupted)
+    params = sft.warm_start(run, writer, interrupted)
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params), adapters

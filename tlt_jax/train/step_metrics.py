@@ -1,22 +1,24 @@
-"""Metrics, timings and records of an RL step; of devices it reads only the peak memory."""
+"""Metrics, timings and records of an RL step, and the lines of its speculation file."""
 
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from tlt_jax.config import Config, validate
+from tlt_jax.config import Config, schema, validate
 from tlt_jax.data.dataset import Dataset
 from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.distributed.job import Job
 from tlt_jax.metrics import (
+    ChunkRecord,
     GroupSeconds,
     Record,
     group_seconds,
@@ -25,10 +27,13 @@ from tlt_jax.metrics import (
 )
 from tlt_jax.rewards import Score
 from tlt_jax.rollout.recorder import LENGTH, NONFINITE, RolloutResult
-from tlt_jax.train import policy_loss
+from tlt_jax.spec_decode import strategy as strategies
+from tlt_jax.spec_decode.strategy import PLAIN
+from tlt_jax.train import losses
 from tlt_jax.train.accounts import OTHER, Stopwatch
 from tlt_jax.train.advantages import zero_variance
 from tlt_jax.train.policy_update import EMPTY
+from tlt_jax.tuner.interface import Measurement
 
 # Of an optimizer step, and not of its tokens or answers.
 OF_STEPS = ("loss", "pg_loss", "grad_norm", "reward_kl_penalty")
@@ -104,7 +109,7 @@ def of_update(
     Means over tokens or answers are over those of all steps. Of the steps that had targets: means of OF_STEPS, the maximum
     of maxima, and the last counter and learning rate.
     """
-    learned = [update for update in updates if update[policy_loss.TOKENS]] or updates
+    learned = [update for update in updates if update[losses.TOKENS]] or updates
 
     def merge(name: str) -> float:
         values = [float(update[name]) for update in learned]
@@ -112,11 +117,11 @@ def of_update(
             return values[-1]
         if name.endswith("_max"):
             return max(values)
-        counts = [float(update[policy_loss.divisor(name)]) for update in learned]
+        counts = [float(update[losses.divisor(name)]) for update in learned]
         is_weighted = name not in OF_STEPS and any(counts)
         return float(np.average(values, weights=counts if is_weighted else None))
 
-    counts = (policy_loss.TOKENS, policy_loss.ANSWERS, EMPTY)
+    counts = (losses.TOKENS, losses.ANSWERS, EMPTY)
     merged = {name: merge(name) for name in updates[0] if name not in counts}
     return {
         **{name if "/" in name else f"actor/{name}": value for name, value in merged.items()},
@@ -175,6 +180,110 @@ def most_compiling(laps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     longest = max(laps, key=lambda lap: lap["perf/compile_s"])
     parts = {name for lap in laps for name in lap if name.startswith("perf/compile")}
     return {name: longest.get(name, 0.0) for name in parts}
+
+
+def of_drafting(drafter_kind: str, rollout: RolloutResult) -> dict[str, float]:
+    """The metrics speculation/* of a rollout; empty when no chunk drafted.
+
+    `drafter_kind`: drafter of strategies that name none.
+    """
+    drafted = [one for one in rollout.measurements if one.strategy != PLAIN]
+    if not drafted:
+        return {}
+
+    whole = {f"accept_length/{drafter_kind}": rollout.stats["accept_length"]}
+    found = {
+        "accept_length": rollout.stats["accept_length"],
+        **(accept_lengths(drafted) or whole),
+        "share": rollout.stats["speculated_tokens"] / rollout.stats["tokens"],
+        "declined": rollout.stats["declined"] / sum(one.row_rounds for one in drafted),
+        "pool_programs": rollout.stats["pool_programs"],
+        "pool_mib": rollout.stats["pool_bytes"] / 2**20,
+        **rates(drafted),
+        **by_batch(rollout.measurements),
+    }
+
+    errors = [
+        abs(math.log(one.promised * one.seconds / one.tokens))
+        for one in rollout.measurements
+        if one.promised > 0 and one.is_timed
+    ]
+    if errors:
+        found["prediction_error"] = float(np.median(errors))
+    return {f"speculation/{name}": value for name, value in found.items()}
+
+
+def accept_lengths(drafted: Sequence[Measurement]) -> dict[str, float]:
+    """accept_length/DRAFTER of each drafter that strategies name: tokens per sequence and drafting round."""
+    tokens, row_rounds = Counter(), Counter()
+    for one in drafted:
+        if drafter := one.strategy.drafter:
+            tokens[drafter] += one.tokens
+            row_rounds[drafter] += one.row_rounds
+    return {f"accept_length/{drafter}": tokens[drafter] / row_rounds[drafter] for drafter in tokens}
+
+
+def rates(drafted: Sequence[Measurement]) -> dict[str, float]:
+    """accept_rate@d: share of the rounds with a tree at least d deep that accept a node of depth d."""
+    found = {}
+    for depth in range(1, max(one.strategy.depth for one in drafted) + 1):
+        deep = [one for one in drafted if one.strategy.depth >= depth]
+        hits = sum(int(one.hits[depth - 1].sum()) for one in deep)
+        found[f"accept_rate@{depth}"] = hits / sum(one.row_rounds for one in deep)
+    return found
+
+
+def by_batch(measurements: Sequence[Measurement]) -> dict[str, float]:
+    """Mean tree nodes, and median milliseconds of a round, by batch bucket."""
+    found = {}
+    for batch in sorted({one.batch for one in measurements}):
+        same = [one for one in measurements if one.batch == batch]
+        found[f"nodes@{batch}"] = sum(one.strategy.nodes * one.rounds for one in same) / sum(
+            one.rounds for one in same
+        )
+
+        plain = [1e3 * one.seconds / one.rounds for one in same if one.strategy == PLAIN]
+        drafting = [1e3 * one.seconds / one.rounds for one in same if one.strategy != PLAIN]
+        for name, times in (("plain_round_ms", plain), ("round_ms", drafting)):
+            if times:
+                found[f"{name}@{batch}"] = float(np.median(times))
+    return found
+
+
+def chunks(drafter_kind: str, rollout: RolloutResult) -> list[ChunkRecord]:
+    """The lines of the speculation file, one per chunk, in the order in which results arrived.
+
+    Empty when speculation.drafter is none.
+    """
+    return [line(one) for one in rollout.measurements] if drafter_kind != schema.NONE else []
+
+
+def line(one: Measurement) -> ChunkRecord:
+    """A measurement as a line of the file."""
+    return ChunkRecord(
+        one.group,
+        one.number,
+        one.batch,
+        one.live,
+        one.slots,
+        strategies.name(one.strategy),
+        one.reason,
+        None if math.isnan(one.promised) else one.promised,
+        one.tokens / one.seconds,
+        one.tokens,
+        one.rounds,
+        one.seconds,
+        accepted(one),
+        one.is_timed,
+    )
+
+
+def accepted(one: Measurement) -> list[int]:
+    """Number of row rounds that accepted 0, 1, ... drafted tokens; empty for plain decoding."""
+    if one.strategy == PLAIN:
+        return []
+    held = [int(one.row_rounds), *one.hits.sum((1, 2)).astype(int).tolist(), 0]
+    return [more - less for more, less in zip(held, held[1:], strict=False)]
 
 
 class Profiler:

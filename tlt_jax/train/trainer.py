@@ -6,43 +6,43 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import numpy as np
 
 from tlt_jax import run_folder
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
-from tlt_jax.config.schema import NONE
 from tlt_jax.data.dataset import Prompt
 from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import Writer, evaluations
-from tlt_jax.models.drafter import DrafterParams
+from tlt_jax.models import lora
+from tlt_jax.models.architecture import Params
 from tlt_jax.rewards import Score, Scorer, scorer as scorers
 from tlt_jax.rollout import exchange
-from tlt_jax.rollout.interface import RolloutEngine
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.train import (
-    drafting_words,
+    batch as batches,
     dynamic_sampling,
     evaluation,
-    minibatches,
+    policy_update,
     run_state,
-    speculation_metrics,
     step_metrics,
 )
 from tlt_jax.train.accounts import Stopwatch
-from tlt_jax.train.drafter_learning import DrafterLearning, Taught
-from tlt_jax.train.drafting_words import DraftingWords
+from tlt_jax.train.adaptive import Learned
+from tlt_jax.train.batch import Batch
 from tlt_jax.train.dynamic_sampling import DynamicSampling
 from tlt_jax.train.evaluation import Evaluator
 from tlt_jax.train.health import Health, failures, filtered, left_out, skipped
-from tlt_jax.train.minibatches import Learned, PolicyTraining
-from tlt_jax.train.request import training_request
+from tlt_jax.train.policy_update import PolicyState, UpdatePrograms
 from tlt_jax.train.run_state import RunState
-from tlt_jax.train.setup import Setup
 from tlt_jax.tuner.interface import State as TunerState
+
+if TYPE_CHECKING:
+    from tlt_jax.train.startup import Run
 
 
 class Rolled(NamedTuple):
@@ -62,17 +62,14 @@ class Rolled(NamedTuple):
 class Trainer:
     """Trains a policy step by step; `state` is all that survives a step, and all that a checkpoint needs.
 
-    `steps`: of the whole run. `fixed_drafter`: the weights of a drafter that is not trained. `drafter`: None without an
-    adaptive drafter. `resumed`: the step of the checkpoint that the run continues from, None for a new run; it is saved
-    again only when `evaluates_resumed`, because its evaluation was interrupted.
+    `programs`: of the policy's update. `start`: the frozen start policy, which is the reference of the KL term and the base
+    of adapters; None for a run that needs none. `resumed`: the step of the checkpoint that the run continues from, None for
+    a new run; it is saved again only when `evaluates_resumed`, because its evaluation was interrupted.
     """
 
-    setup: Setup
-    steps: int
-    engine: RolloutEngine
-    policy: PolicyTraining
-    drafter: DrafterLearning | None
-    fixed_drafter: DrafterParams | None
+    run: Run
+    programs: UpdatePrograms
+    start: Params | None
     store: Store
     scorer: Scorer
     writer: Writer
@@ -82,19 +79,15 @@ class Trainer:
     state: RunState
     resumed: int | None = None
     evaluates_resumed: bool = False
-    drafting_words: DraftingWords = field(init=False)
     evaluator: Evaluator = field(init=False)
     sampling: DynamicSampling = field(init=False)
     health: Health = field(init=False)
 
     def __post_init__(self):
-        config = self.setup.config
-        self.evaluator = Evaluator(
-            config, self.engine, self.setup.dataset, self.setup.tokenizer, self.scorer
-        )
-        self.health, self.drafting_words = Health(config), DraftingWords(self.steps)
-        self.sampling = DynamicSampling(config, self.scorer)
-        if words := filtered(config):
+        run = self.run
+        self.evaluator = Evaluator(run.config, run.engine, run.dataset, run.tokenizer, self.scorer)
+        self.health, self.sampling = Health(run.config), DynamicSampling(run.config, self.scorer)
+        if words := filtered(run.config):
             self.writer.say(words)
 
     def step(self) -> int | None:
@@ -103,39 +96,42 @@ class Trainer:
         try:
             measured = self.evaluate(weights)
             self.save(measured)
-            if self.state.step >= self.steps:
+            if self.state.step >= self.run.steps:
                 return DONE
             rolled = self.roll_out(weights)  # idle data groups train the drafter meanwhile
             scores = self.score(rolled.result)
         except Interrupted:
             return self.stop(measured)
 
-        drafting = speculation_metrics.metrics(self.engine.drafter_kind, rolled.result)
-        taught = self.teach_drafter(rolled)
+        learned = self.merge_drafter(rolled)
         del weights  # they may share buffers with the policy, which the update donates
-        with self.watch.phase("update"):
-            policy, learned = self.policy.update(
-                self.state.policy,
-                rolled.prompts,
-                rolled.result,
-                scores,
-                self.state.step,
-                taught.lesson,
-            )
-        tuner = self.update_tuner(rolled.tuner, taught)
-        config, step, choice = self.setup.config, self.state.step, rolled.result.choice
-        position = dynamic_sampling.after(config, step, self.state.position, choice)
-        self.state = RunState(step + 1, policy, taught.drafter, tuner, taught.investment, position)
-        self.report(rolled, scores, learned, taught.metrics | drafting)
+        batch = self.pack(rolled, scores)
+        learned = self.learn_drafter(learned, batch, rolled)
+        policy, updates = self.update_policy(batch)
+        tuner = self.update_tuner(rolled.tuner, learned)
+        self.state = self.next_state(policy, learned, tuner, rolled)
+        self.report(rolled, scores, batch, updates, learned.metrics)
         return self.diverged(rolled, scores)
+
+    @property
+    def base(self) -> Params | None:
+        """The base of the adapters that are trained; None when all weights are."""
+        return self.start if self.run.recipe.lora else None
+
+    @property
+    def policy(self) -> Params:
+        """The policy's weights, which share buffers with the state."""
+        return lora.whole(self.state.policy.params, self.base)
 
     def publish(self) -> dict[int, Weights]:
         """The rollout's copy of the policy and of the drafter, by local data group."""
         with self.watch.phase("update_weights"):
-            if self.drafter:
-                self.drafter.before_publish()
-            drafter = self.state.drafter.params if self.state.drafter else self.fixed_drafter
-            return self.engine.publish(self.policy.weights(self.state.policy), drafter)
+            run, drafter = self.run, self.state.drafter
+            if run.drafter:
+                run.drafter.before_publish()
+            return run.engine.publish(
+                self.policy, drafter.params if drafter else run.drafter_params
+            )
 
     @property
     def is_new(self) -> bool:
@@ -144,10 +140,10 @@ class Trainer:
 
     def evaluate(self, weights: dict[int, Weights]) -> dict[str, float]:
         """The metrics eval/*, when an evaluation is due; the tuner learns from it. Raises Interrupted."""
-        config, state = self.setup.config, self.state
-        if not (self.is_new and evaluation.is_due(config, state.step, self.steps)):
+        config, state = self.run.config, self.state
+        if not (self.is_new and evaluation.is_due(config, state.step, self.run.steps)):
             return {}
-        left = -(-(self.steps - state.step) // config.eval.every)
+        left = -(-(self.run.steps - state.step) // config.eval.every)
         with self.watch.phase("eval"):
             found = self.evaluator.evaluate(weights, state.tuner, self.interrupted, left)
             self.writer.lines(evaluations.FOLDER, state.step, found.answers)
@@ -157,19 +153,19 @@ class Trainer:
 
     def save(self, measured: dict[str, float]) -> None:
         """Saves a checkpoint when one is due, or when this evaluation is the best so far."""
-        step, config = self.state.step, self.setup.config
-        is_due = run_state.is_due(config, step, self.steps) or self.store.improves(measured)
+        step, config = self.state.step, self.run.config
+        is_due = run_state.is_due(config, step, self.run.steps) or self.store.improves(measured)
         if self.is_new and (step == self.resumed or is_due):
             with self.watch.phase("save_checkpoint"):
-                run_state.save(self.store, self.state, self.engine.basis, measured)
+                run_state.save(self.store, self.state, self.run.engine.basis, measured)
 
     def stop(self, measured: dict[str, float]) -> int:
         """Saves the state before the interrupted step, and says that the run was stopped; the exit code."""
         with self.watch.phase("save_checkpoint"):
-            run_state.save(self.store, self.state, self.engine.basis, measured)
+            run_state.save(self.store, self.state, self.run.engine.basis, measured)
             self.store.wait()
         checkpoint = self.store.folder / str(self.state.step)
-        self.writer.say(run_folder.stopped(self.setup.config, checkpoint))
+        self.writer.say(run_folder.stopped(self.run.config, checkpoint))
         return PREEMPTED
 
     def roll_out(self, weights: dict[int, Weights]) -> Rolled:
@@ -177,27 +173,27 @@ class Trainer:
 
         Data groups that have nothing left to decode train the drafter. Raises Interrupted.
         """
-        config, state = self.setup.config, self.state
+        config, state = self.run.config, self.state
         self.profiler.enter(state.step + 1)
-        dataset, told = self.setup.dataset, {}
-        prompts = dynamic_sampling.window(config, dataset, state.step, state.position)
+        told = {}
+        prompts = dynamic_sampling.window(config, self.run.dataset, state.step, state.position)
 
         def finished(answer: Completion) -> None:
             prompt = prompts[answer.prompt]
             self.sampling.lengths[answer.uid] = len(answer.tokens)
-            text = evaluation.submit(self.scorer, self.setup.tokenizer, prompt, answer)
+            text = evaluation.submit(self.scorer, self.run.tokenizer, prompt, answer)
             told[answer.uid] = text, float(np.sum(answer.logprobs, dtype=np.float64))
 
         with self.watch.phase("rollout"):
-            request = training_request(self.setup, self.engine, prompts, state.step, self.steps)
-            background = {}
-            wanted = partial(minibatches.needed, config, prompts, self.engine.local_groups)
-            if self.drafter:
-                background = self.drafter.begin_rollout(request, weights, state)
-                if self.drafter.needs_all_answers(state):
+            run, background = self.run, {}
+            request = run.request(prompts, state.step)
+            wanted = partial(batches.needed, config, prompts, run.engine.local_groups)
+            if run.drafter:
+                background = run.drafter.begin_rollout(request, weights, state)
+                if run.drafter.needs_all_answers(state):
                     wanted = exchange.everything
             began = self.watch.clock()
-            result, tuner = self.engine.run(
+            result, tuner = run.engine.run(
                 request, weights, state.tuner, on_finish=finished,
                 interrupted=self.interrupted, wanted=wanted, **background, **self.sampling.arguments(),
             )  # fmt: skip
@@ -208,77 +204,107 @@ class Trainer:
         with self.watch.phase("reward"):
             if result.choice:
                 self.scorer.drop_others({answer.uid for answer in result.completions})
-            scores = evaluation.collected(self.setup.job, self.scorer, self.interrupted)
+            scores = evaluation.collected(self.run.job, self.scorer, self.interrupted)
             lengths = {answer.uid: len(answer.tokens) for answer in result.completions}
-            return scorers.penalized(self.setup.config, scores, lengths)
+            return scorers.penalized(self.run.config, scores, lengths)
 
-    def teach_drafter(self, rolled: Rolled) -> Taught:
-        """What idle groups taught the drafter, and what it is to learn from the rows of the update."""
-        if not self.drafter:
-            return Taught(self.state.drafter, self.state.investment)
-        timed = partial(self.watch.phase, "drafter")
-        policy = self.policy.weights(self.state.policy)
-        return self.drafter.after_rollout(self.state, policy, rolled.tuner, rolled.result, timed)
+    def merge_drafter(self, rolled: Rolled) -> Learned:
+        """The drafter that idle groups trained during the rollout."""
+        if not self.run.drafter:
+            return Learned(self.state.drafter, self.state.investment)
+        with self.watch.phase("drafter"):
+            return self.run.drafter.merge(self.state, rolled.tuner, rolled.result)
 
-    def update_tuner(self, tuner: TunerState, taught: Taught) -> TunerState:
-        """The tuner's state for the new weights of policy and drafter; adds to `taught` what the update taught."""
-        if not self.drafter:
-            return self.engine.tuner.update_prior(tuner)
-        tuner, message = self.drafter.after_update(taught, tuner)
+    def pack(self, rolled: Rolled, scores: dict[int, Score]) -> Batch:
+        """The answers as packed rows, with all that drafter and policy learn from."""
+        run, answers = self.run, rolled.result.completions
+        with self.watch.phase("update"):
+            batch = batches.pack(run.config, run.recipe, rolled.prompts, rolled.result, scores)
+            with self.watch.phase("old_log_prob"):
+                return batches.add_logprobs(
+                    run.config, self.programs, self.policy, self.start, batch, batches.is_finite(answers)
+                )  # fmt: skip
+
+    def learn_drafter(self, learned: Learned, batch: Batch, rolled: Rolled) -> Learned:
+        """The drafter after its training on some of the rows."""
+        if not self.run.drafter:
+            return learned
+        with self.watch.phase("drafter"):
+            answers, step = rolled.result.completions, self.state.step
+            return self.run.drafter.learn(learned, self.policy, batch.rows, answers, step)
+
+    def update_policy(self, batch: Batch) -> tuple[PolicyState, list[dict[str, Any]]]:
+        """The policy after one optimizer step on each minibatch, and what the steps measured. The state's is donated."""
+        policy, updates = self.state.policy, []
+        with self.watch.phase("update"):
+            for rows in batch.minibatches:
+                policy, metrics = policy_update.update(
+                    self.programs, policy, rows, self.state.step, self.base
+                )
+                updates.append(jax.device_get(metrics) | batch.metrics)
+        return policy, updates
+
+    def update_tuner(self, tuner: TunerState, learned: Learned) -> TunerState:
+        """The tuner's state for the new weights of policy and drafter."""
+        run = self.run
+        if not run.drafter:
+            return run.engine.tuner.update_prior(tuner)
+        tuner, message = run.drafter.update_tuner(tuner, learned.depths)
         if message:
-            self.writer.say(f"step {self.state.step + 1}/{self.steps}  {message}")
+            self.writer.say(f"step {self.state.step + 1}/{run.steps}  {message}")
         return tuner
+
+    def next_state(
+        self, policy: PolicyState, learned: Learned, tuner: TunerState, rolled: Rolled
+    ) -> RunState:
+        """The state after the step."""
+        step, choice = self.state.step, rolled.result.choice
+        position = dynamic_sampling.after(self.run.config, step, self.state.position, choice)
+        return RunState(step + 1, policy, learned.drafter, tuner, learned.investment, position)
 
     def report(
         self,
         rolled: Rolled,
         scores: dict[int, Score],
-        learned: Learned,
+        batch: Batch,
+        updates: list[dict[str, Any]],
         metrics: dict[str, float],
     ) -> None:
         """Writes the metrics and the answers of the step that has just been done."""
-        setup, state, result = self.setup, self.state, rolled.result
+        run, state, result = self.run, self.state, rolled.result
+        kind = run.engine.drafter_kind
         self.profiler.leave(state.step)
         with self.watch.phase("metrics"):
             prompts = dynamic_sampling.taken(rolled.prompts, result.choice)
-            scalars = step_metrics.of_rollout(setup.config, prompts, result, scores)
-            scalars |= step_metrics.of_update(*learned) | metrics | self.sampling.metrics(result)
-            position = dynamic_sampling.start(setup.config, state.step, state.position)
-            scalars |= step_metrics.of_step(setup.dataset, position, scalars, self.watch, setup.job)
+            scalars = step_metrics.of_rollout(run.config, prompts, result, scores)
+            scalars |= step_metrics.of_update(updates, batch.rewards, batch.advantages, batch.fill)
+            scalars |= metrics | step_metrics.of_drafting(kind, result)
+            scalars |= self.sampling.metrics(result)
+            position = dynamic_sampling.start(run.config, state.step, state.position)
+            scalars |= step_metrics.of_step(run.dataset, position, scalars, self.watch, run.job)
             seconds = step_metrics.seconds_without(scalars, "drafter", "eval")
             self.state = state.replace(investment=state.investment.after_step(seconds))
 
             own = {uid: one for uid, one in rolled.told.items() if uid in scores}
-            told = evaluation.told_first(setup.job, own)
-            answers = []
-            if setup.job.is_first:
+            told, answers = evaluation.told_first(run.job, own), []
+            if run.job.is_first:
                 answers = step_metrics.records(
-                    rolled.prompts, result, scores, told, learned.advantages
+                    rolled.prompts, result, scores, told, batch.advantages
                 )
-            chunks = speculation_metrics.chunks(self.engine.drafter_kind, result)
+            chunks = step_metrics.chunks(kind, result)
             phases = step_metrics.phases(self.watch, rolled.began)
             self.writer.step(state.step, scalars, answers, result.spans, chunks, phases)
-            self.say_drafting(result)
-            filled = dynamic_sampling.filled(result.choice)
-            words_of_updates = skipped(learned.updates), left_out(learned.updates)
             grown = self.health.grown(scalars.get("actor/rollout_logprob_diff_mean"))
-            for words in (filled, failures(scores), *words_of_updates, grown):
+            filled = dynamic_sampling.filled(result.choice)
+            for words in (filled, failures(scores), skipped(updates), left_out(updates), grown):
                 if words:
-                    self.writer.say(f"step {state.step}/{self.steps}  {words}")
-
-    def say_drafting(self, result: RolloutResult) -> None:
-        """Says when the rollout begins or ceases to draft."""
-        if self.engine.drafter_kind == NONE:
-            return
-        why = drafting_words.reason(self.engine, self.state.tuner, result)
-        if words := self.drafting_words.after(self.state.step, result.measurements, why):
-            self.writer.say(words)
+                    self.writer.say(f"step {state.step}/{run.steps}  {words}")
 
     def diverged(self, rolled: Rolled, scores: dict[int, Score]) -> int | None:
         """DIVERGED when the run cannot go on after this step, with the reason on stderr."""
-        policy, is_last = self.state.policy, self.state.step == self.steps
+        policy, is_last = self.state.policy, self.state.step == self.run.steps
         is_untrained = is_last and 0 < int(policy.skipped) == int(policy.step)
         problem = self.health.problem(rolled.result, scores, int(policy.skips), is_untrained)
-        if problem and self.setup.job.is_first:
+        if problem and self.run.job.is_first:
             print(f"error: step {self.state.step}: {problem}", file=sys.stderr)
         return DIVERGED if problem else None
