@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -158,7 +157,8 @@ def advance_round(
         weights.target, tree.tokens, positions, seen, state.cache, state.lengths
     )
     if chooses_at_once(decoder, state):
-        choices = choose_everywhere(decoder, state, ahead, logits, tree.depths)
+        next_positions = state.lengths[:, None] + 1 + tree.depths
+        choices = choose_in_one_pass(decoder, state, ahead, logits, next_positions)
         walk = verify.path_of(tree, seen, state.live, strategy.depth, choices)
     else:
         visit = partial(choose_at, decoder, state, ahead, logits)
@@ -191,8 +191,12 @@ def choose_at(
     alive: Bool[Array, " B"],
 ) -> verify.Visit:
     """The target's choice of tokens at these nodes, `step` levels below the root; undefined for rows that are not alive."""
-    sampling_, positions = decoder.params.sampling, state.lengths + 1 + step
-    scaled = sampling.scale(rows_at(nodes, logits), sampling_)
+    rule, positions = decoder.params.sampling, state.lengths + 1 + step
+    if decoder.target.choose:
+        here = rows_at(nodes, logits)[:, None]
+        found = choose_in_one_pass(decoder, state, ahead, here, positions[:, None])
+        return jax.tree.map(lambda leaf: leaf[:, 0], found)
+    scaled = sampling.scale(rows_at(nodes, logits), rule)
 
     def noise(rows: Int32[Array, " R"], ids: Int32[Array, "R U"] | None) -> Float[Array, "R U"]:
         if ids is not None:
@@ -203,10 +207,7 @@ def choose_at(
         keys, vocab = state.keys[rows], scaled.shape[1]
         return gumbel(keys, positions[rows][:, None], vocab, scaled.dtype)[:, 0]
 
-    if decoder.target.choose:
-        every = jnp.arange(nodes.shape[0], dtype=jnp.int32)
-        return choose_in_one_pass(decoder, scaled, lambda: noise(every, None))
-    tokens = sampling.draw(scaled, alive, sampling_, noise, decoder.target.unrolls)
+    tokens = sampling.draw(scaled, alive, rule, noise, decoder.target.unrolls)
     logprobs = sampling.logprob(scaled, tokens)
     return verify.Visit(tokens, logprobs, sampling.is_broken(scaled, tokens, logprobs))
 
@@ -225,37 +226,24 @@ def chooses_at_once(decoder: Decoder, state: DecodeState) -> bool:
     return target.choose is not None and more <= strategy.depth * LEVEL * kernels / 6
 
 
-def choose_everywhere(
+def choose_in_one_pass(
     decoder: Decoder,
     state: DecodeState,
     ahead: NoiseAhead | None,
     logits: Float[Array, "B N V"],
-    depths: Int32[Array, "B N"],
+    positions: Int32[Array, "B N"],
 ) -> verify.Visit:
-    """The target's choices [B, N] of tokens at all nodes of a tree."""
-    sampling_, positions = decoder.params.sampling, state.lengths[:, None] + 1 + depths
-    scaled = sampling.scale(logits, sampling_)
-
-    def noise() -> Float[Array, "B N V"]:
-        if ahead is None:
-            return gumbel(state.keys, positions, scaled.shape[-1], scaled.dtype)
-        rows = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
-        places = rows * ahead.count + positions % ahead.count
-        return ahead.values.at[places].get(mode="promise_in_bounds")
-
-    return choose_in_one_pass(decoder, scaled, noise)
-
-
-def choose_in_one_pass(
-    decoder: Decoder,
-    scaled: Float[Array, "*A V"],
-    noise: Callable[[], Float[Array, "*A V"]],
-) -> verify.Visit:
-    """The choices of tokens by the scaled logits and the noise, which is drawn unless the sampling is greedy."""
-    perturbed, rule, target = scaled, decoder.params.sampling, decoder.target
+    """The target's choices [B, N] of tokens at these positions; the noise is drawn unless the sampling is greedy."""
+    rule, target = decoder.params.sampling, decoder.target
+    scaled = perturbed = sampling.scale(logits, rule)
     if not rule.is_greedy:
         perturbed = (target.filter or partial(sampling.filter, unrolls=True))(scaled, rule)
-        perturbed += noise()
+        if ahead is None:
+            perturbed += gumbel(state.keys, positions, scaled.shape[-1], scaled.dtype)
+        else:
+            rows = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
+            places = rows * ahead.count + positions % ahead.count
+            perturbed += ahead.values.at[places].get(mode="promise_in_bounds")
     tokens, chosen, total = target.choose(scaled, perturbed)
     logprobs = chosen - total
     return verify.Visit(tokens, logprobs, ~jnp.isfinite(logprobs) | (chosen < sampling.LEAST))
