@@ -21,11 +21,11 @@ from tlt_jax.errors import ConfigError
 from tlt_jax.models import drafter as drafters, from_config, hf_drafter
 from tlt_jax.plan import __main__ as command, programs as planned_programs, report
 from tlt_jax.plan.launches import collectives
-from tlt_jax.rollout import networks, ngram_memory
+from tlt_jax.rollout import ngram_memory
 from tlt_jax.rollout.buckets import admission_size
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import Admit, CatchUp, Decode, Prefill, StateShape
-from tlt_jax.spec_decode import strategy as strategies
+from tlt_jax.spec_decode import strategy as strategies, tree_drafter
 from tlt_jax.spec_decode.interface import DecodingParams
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.train import memory
@@ -413,7 +413,7 @@ def test_the_best_of_a_sharded_axis_are_those_of_the_whole_and_ties_go_to_the_fi
     values[0, 0] = -np.inf
     placed = jax.device_put(values, sharding(group, (None, None, "vocab"), "rollout"))
     for k in (1, 3, 6, 7):
-        found = jax.jit(lambda values, k=k: networks.top_k(values, k, group))(placed)
+        found = jax.jit(lambda values, k=k: tree_drafter.top_k(values, k, group))(placed)
         jax.tree.map(np.testing.assert_array_equal, tuple(found), tuple(jax.lax.top_k(values, k)))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.board import LocalBoard
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.keys import sequence_keys
+from tlt_jax.models import drafter as drafters
+from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout.events import Decision
 from tlt_jax.rollout.executables.compilation import Executables
 from tlt_jax.rollout.executables.disk_cache import ExecutableCache
@@ -36,15 +40,32 @@ from tlt_jax.rollout.scheduler.state import (
 from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.interface import NO_DRAFTER, DecodingParams, Drafter, Target, stateless
-from tlt_jax.spec_decode.network import LevelPasses, Network
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, PLAIN, Strategy
-from tlt_jax.spec_decode.tree_drafter import learned_drafter, merged_drafter
-from tlt_jax.spec_decode.tree_growth import Coupling
+from tlt_jax.spec_decode.tree_drafter import Coupling, LearnedState, learned_drafter, merged_drafter
 from tlt_jax.tuner import fixed
 from tlt_jax.tuner.interface import Measurement
 
 DECAY = 0.7
 TAIL = 6
+
+
+@struct.dataclass
+class Table:
+    """Weights of the toys: what a token adds to the logits after it, [V, V]; `ids`: the tokens that a drafter knows."""
+
+    embed: jax.Array
+    head: jax.Array | None = None
+    ids: jax.Array | None = None
+
+
+def weights(
+    target: np.ndarray, drafter: np.ndarray | None, ids: np.ndarray | None = None
+) -> Weights:
+    """The tables of the target and of the drafter, None without one."""
+    if drafter is None:
+        return Weights(Table(jnp.asarray(target)), ())
+    known = None if ids is None else jnp.asarray(ids, jnp.int32)
+    return Weights(Table(jnp.asarray(target)), Table(jnp.asarray(drafter), ids=known))
 
 
 @struct.dataclass
@@ -73,12 +94,12 @@ def table_target(group: Mesh, vocab: int, dtype=jnp.float64) -> Target:
         slots = jnp.arange(cache.tokens.shape[1])
         ages = positions[:, :, None] - slots
         old = jnp.where(
-            slots < lengths[:, None, None], jnp.power(DECAY, ages.astype(params.dtype)), 0
+            slots < lengths[:, None, None], jnp.power(DECAY, ages.astype(params.embed.dtype)), 0
         )
         ages = positions[:, :, None] - positions[:, None, :]
-        new = jnp.where(ancestors, jnp.power(DECAY, ages.astype(params.dtype)), 0)
-        logits = jnp.einsum("bns,bsv->bnv", old, params[cache.tokens]) + jnp.einsum(
-            "bnm,bmv->bnv", new, params[tokens]
+        new = jnp.where(ancestors, jnp.power(DECAY, ages.astype(params.embed.dtype)), 0)
+        logits = jnp.einsum("bns,bsv->bnv", old, params.embed[cache.tokens]) + jnp.einsum(
+            "bnm,bmv->bnv", new, params.embed[tokens]
         )
         return logits, TokenCache(tokens, logits)
 
@@ -91,8 +112,8 @@ def table_target(group: Mesh, vocab: int, dtype=jnp.float64) -> Target:
 
     def prefill(params, tokens, lengths):
         ages = jnp.arange(tokens.shape[1])[:, None] - jnp.arange(tokens.shape[1])
-        decay = jnp.where(ages >= 0, jnp.power(DECAY, ages.astype(params.dtype)), 0)
-        return TokenCache(tokens, jnp.einsum("ts,qsv->qtv", decay, params[tokens]))
+        decay = jnp.where(ages >= 0, jnp.power(DECAY, ages.astype(params.embed.dtype)), 0)
+        return TokenCache(tokens, jnp.einsum("ts,qsv->qtv", decay, params.embed[tokens]))
 
     def insert(cache, prefilled, rows, source):
         return jax.tree.map(
@@ -115,7 +136,7 @@ def table_target(group: Mesh, vocab: int, dtype=jnp.float64) -> Target:
         ),
         padded_slots=lambda slots: slots + TAIL,
         vocab=vocab,
-        params=jax.ShapeDtypeStruct((vocab, vocab), dtype, sharding=whole),
+        params=Table(jax.ShapeDtypeStruct((vocab, vocab), dtype, sharding=whole)),
     )
 
 
@@ -130,74 +151,91 @@ TREE = Strategy(depth=3, topk=2, nodes=6)
 
 @struct.dataclass
 class Branch:
-    """Scratch of the toy network: the tokens and positions of the nodes so far."""
+    """Scratch of the toy drafter: the tokens and positions of the nodes so far."""
 
     tokens: jax.Array
     positions: jax.Array
 
 
-def table_network(
-    group: Mesh, vocab: int, ids: np.ndarray | None = None, dtype=jnp.float64
-) -> Network:
-    """The table as a drafter's network; its hidden state are the logits, from the target's for the token before.
+def extend(params, config, shared, cache, tokens, features, starts, last, fused):
+    """As eagle.extend, of the toy."""
+    rows = jnp.arange(tokens.shape[0])
+    cache = fill(params, config, shared, cache, tokens, features, rows, starts, fused)
+    return cache, cache[rows, starts + last]
+
+
+def fill(params, config, shared, cache, tokens, features, rows, starts, fused):
+    """As eagle.fill, of the toy."""
+    slots = starts[:, None] + jnp.arange(tokens.shape[1])
+    return cache.at[rows[:, None], slots].set(DECAY * features + params.embed[tokens])
+
+
+def draft_level(
+    params, config, shared, cache, scratch, tokens, hidden, positions, starts, ancestors, level, fused
+):  # fmt: skip
+    """As eagle.draft_level, of the toy."""
+    k, table = tokens.shape[1], params.embed
+    here = level * k + jnp.arange(k)
+    scratch = Branch(
+        scratch.tokens.at[:, here].set(tokens), scratch.positions.at[:, here].set(positions)
+    )
+    count = ancestors.shape[2]
+    ages = positions[:, :, None] - scratch.positions[:, None, :count]
+    decay = jnp.where(ancestors, jnp.power(DECAY, ages.astype(table.dtype)), 0)
+    base = jnp.take_along_axis(cache, (starts - 1)[:, None, None], axis=1)
+    age = (positions - starts[:, None] + 1)[:, :, None].astype(table.dtype)
+    whole = jnp.power(DECAY, age) * base + jnp.einsum(
+        "bkr,brv->bkv", decay, table[scratch.tokens[:, :count]]
+    )
+    one = DECAY * hidden + table[tokens]
+    return scratch, jnp.where(jnp.abs(whole - one).max(axis=-1, keepdims=True) < 1e-9, one, jnp.nan)
+
+
+def scratch(config, batch, rows, dtype, model_axis):
+    """As eagle.scratch, of the toy."""
+    return Branch(*[jnp.zeros((batch, rows), jnp.int32)] * 2)
+
+
+def logits(params, config, shared, hidden, fused):
+    """As eagle.logits, of the toy."""
+    return hidden if params.ids is None else hidden[..., params.ids]
+
+
+NETWORK = SimpleNamespace(
+    extend=extend, fill=fill, draft_level=draft_level, scratch=scratch, logits=logits
+)
+CERTAIN = Coupling(1.0, 50.0)
+SOME = np.array([0, 2, 3, 5, 7, 9], np.int32)
+
+
+def table_drafter(coupling: Coupling = CERTAIN, knows_some: bool = False):
+    """A maker of a learned drafter on a data group; its hidden state are the logits, from the target's for the token before.
 
     With the target's own table it knows exactly what the target will say, if features, slots, parents and ancestors are
-    all right: `step` computes the logits twice, from the parent and from the cache and the ancestors, and answers NaN
-    where they differ. With `ids` it only knows these tokens.
+    all right: `draft_level` computes the logits twice, from the parent and from the cache and the ancestors, and answers
+    NaN where they differ. `knows_some`: it only knows the tokens SOME.
     """
-    whole = NamedSharding(group, PartitionSpec())
 
-    def extend(weights, cache, tokens, features, starts, last):
-        rows = jnp.arange(tokens.shape[0])
-        cache = fill(weights, cache, tokens, features, rows, starts)
-        return cache, cache[rows, starts + last]
-
-    def fill(weights, cache, tokens, features, rows, starts):
-        slots = starts[:, None] + jnp.arange(tokens.shape[1])
-        return cache.at[rows[:, None], slots].set(DECAY * features + weights.drafter[tokens])
-
-    def step(weights, cache, scratch, tokens, hidden, positions, starts, ancestors, level):
-        k, table = tokens.shape[1], weights.drafter
-        here = level * k + jnp.arange(k)
-        scratch = Branch(
-            scratch.tokens.at[:, here].set(tokens), scratch.positions.at[:, here].set(positions)
-        )
-        count = ancestors.shape[2]
-        ages = positions[:, :, None] - scratch.positions[:, None, :count]
-        decay = jnp.where(ancestors, jnp.power(DECAY, ages.astype(table.dtype)), 0)
-        base = jnp.take_along_axis(cache, (starts - 1)[:, None, None], axis=1)
-        age = (positions - starts[:, None] + 1)[:, :, None].astype(table.dtype)
-        whole = jnp.power(DECAY, age) * base + jnp.einsum(
-            "bkr,brv->bkv", decay, table[scratch.tokens[:, :count]]
-        )
-        one = DECAY * hidden + table[tokens]
-        return scratch, jnp.where(
-            jnp.abs(whole - one).max(axis=-1, keepdims=True) < 1e-9, one, jnp.nan
+    def make(group: Mesh, vocab: int) -> Drafter:
+        policy = ModelConfig("llama", vocab, vocab, 1, 1, 1, 2, 2, 64)
+        config, target = drafters.for_policy(policy, "eagle"), table_target(group, vocab)
+        drafter = learned_drafter(config, target, Fused.of(group), "float64", coupling, NETWORK)
+        spec = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(group, PartitionSpec()))
+        return drafter._replace(
+            empty=lambda batch, slots: drafter.empty(batch, slots).replace(
+                cache=spec((batch, slots + TAIL, vocab), jnp.float64)
+            ),
+            resize=lambda state, rows, slots: LearnedState(
+                fit(rows, slots, state.cache),
+                *(leaf[jnp.maximum(rows, 0)] for leaf in (state.built, state.hidden)),
+            ),
+            params=Table(
+                spec((vocab, vocab), jnp.float64),
+                ids=spec(SOME.shape, jnp.int32) if knows_some else None,
+            ),
         )
 
-    return Network(
-        extend=extend,
-        fill=fill,
-        passes=LevelPasses(
-            step, lambda batch, rows: Branch(*[jnp.zeros((batch, rows), jnp.int32)] * 2)
-        ),
-        logits=lambda weights, hidden: hidden if ids is None else hidden[..., ids],
-        ids=lambda weights: None if ids is None else jnp.asarray(ids, jnp.int32),
-        resize=lambda cache, rows, slots: fit(rows, slots, cache),
-        empty=lambda batch, slots: jax.ShapeDtypeStruct(
-            (batch, slots + TAIL, vocab), dtype, sharding=whole
-        ),
-        params=jax.ShapeDtypeStruct((vocab, vocab), dtype, sharding=whole),
-        hidden=jax.ShapeDtypeStruct((1, vocab), dtype, sharding=whole),
-    )
-
-
-CERTAIN = Coupling(1.0, 50.0)
-
-
-def table_drafter(coupling: Coupling = CERTAIN, ids: np.ndarray | None = None):
-    """A maker of the drafter of the toy network on a data group."""
-    return lambda group, vocab: learned_drafter(table_network(group, vocab, ids), coupling)
+    return make
 
 
 def no_drafter(group: Mesh, vocab: int) -> Drafter:
@@ -266,22 +304,19 @@ class Decided:
 
 
 def placed(
-    programs: Executables, group: int, weights: np.ndarray, guess: np.ndarray | None
+    programs: Executables, group: int, table: np.ndarray, guess: np.ndarray | None
 ) -> Weights:
     """The tables on a data group."""
     shapes = programs.shapes[group]
     if not shapes.drafter.reads_history:
-        return Weights(jax.device_put(weights, shapes.replicated), ())
-    return Weights(
-        *(
-            jax.device_put(one, shapes.replicated)
-            for one in (weights, weights if guess is None else guess)
-        )
-    )
+        return jax.device_put(weights(table, None), shapes.replicated)
+    ids = None if shapes.drafter.params.ids is None else SOME
+    guess = table if guess is None else guess
+    return jax.device_put(weights(table, guess, ids), shapes.replicated)
 
 
 def contexts(
-    programs: Executables, weights: np.ndarray, prompts: list[list[int]], samples: int, params: DecodingParams, *,
+    programs: Executables, table: np.ndarray, prompts: list[list[int]], samples: int, params: DecodingParams, *,
     max_new_tokens=24, capacity=8, batches=(8,), slots=(64,), rounds=4, in_flight=2, strategy=PLAIN, decide=None, seed=0,
     guess=None, planner=None,
 ) -> list[GroupContext]:  # fmt: skip
@@ -294,7 +329,7 @@ def contexts(
     planner = planner or Decided(decide or bucketed(batches, slots, strategy))
     return [
         GroupContext(
-            i, programs, placed(programs, i, weights, guess), request, queue, planner,
+            i, programs, placed(programs, i, table, guess), request, queue, planner,
             needs={
                 name: Needs(pool if jax.tree.leaves(one.host_context(1)) else no_context, one.catch_up is not None)
                 for name, one in {"": shapes.drafter, **shapes.drafters}.items()

@@ -23,7 +23,6 @@ from tlt_jax.rollout.scheduler.candidates import GroupCandidates
 from tlt_jax.rollout.scheduler.state import GroupView
 from tlt_jax.spec_decode import decode
 from tlt_jax.spec_decode.decode import Decoder
-from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, parse
 from tlt_jax.tuner.interface import Cell
@@ -164,7 +163,7 @@ def test_merged_trees_with_nodes_enough_accept_what_either_drafter_alone_accepts
         for name, arm in deep.items()
     }
     keys = jnp.asarray(sequence_keys(0, 0, 0, np.arange(24)))
-    weights = Weights(jnp.asarray(TABLE), jnp.asarray(TABLE + toys.table(V, seed=9, scale=2.0)))
+    weights = toys.weights(TABLE, TABLE + toys.table(V, seed=9, scale=2.0))
     host = jnp.asarray(toys.pool(range(24)))
 
     @jax.jit

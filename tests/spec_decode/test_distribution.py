@@ -23,10 +23,9 @@ from tlt_jax.keys import sequence_keys
 from tlt_jax.models import architecture
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.spec_decode.decode import Decoder
-from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.interface import NO_DRAFTER, DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
-from tlt_jax.spec_decode.tree_growth import Coupling
+from tlt_jax.spec_decode.tree_drafter import Coupling
 
 ALPHA = 1e-3
 
@@ -108,10 +107,10 @@ def test_speculation_has_the_exact_distribution_of_answers(x64, sampling, coupli
     drafting = rounds.program(
         Decoder(target, toys.table_drafter(coupling)(group, V), rules, TREE), [PROMPT], LIMIT
     )
-    expected = rounds.answers(plain(Weights(jnp.asarray(TABLE), ()), keys_of(MANY))[1])
+    expected = rounds.answers(plain(toys.weights(TABLE, None), keys_of(MANY))[1])
     hits = 0
     for guess in GUESSES.values():
-        report = drafting(Weights(jnp.asarray(TABLE), jnp.asarray(guess)), keys_of(MANY))[1]
+        report = drafting(toys.weights(TABLE, guess), keys_of(MANY))[1]
         found = rounds.answers(report)
         assert found == expected, "key by key, the answers of plain decoding"
         hits += np.asarray(report.stats.hits).sum(axis=1)

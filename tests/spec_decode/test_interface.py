@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import drafter_cases
@@ -16,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32, jaxtyped
 from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.kernels.fused import Fused
+from tlt_jax.models import block_drafter, eagle
 from tlt_jax.rollout import bindings, ngram_memory
 from tlt_jax.spec_decode import decode, decode_state
 from tlt_jax.spec_decode.decode import Decoder
@@ -109,15 +111,28 @@ def test_the_policy_and_ngrams_keep_to_the_signatures(monkeypatch):
 def toy(**changes) -> tuple[Decoder, Weights]:
     """The toys, with changed functions of the target."""
     group, vocab = meshes.data_group(meshes.make_mesh(1, 1), 0), 9
-    table, target = jnp.asarray(toys.table(vocab)), toys.table_target(group, vocab)
+    table, target = toys.table(vocab), toys.table_target(group, vocab)
     changes = {name: change(getattr(target, name)) for name, change in changes.items()}
     decoder = Decoder(target._replace(**changes), toys.table_drafter()(group, vocab), RULES, TREE)
-    return decoder, Weights(table, table)
+    return decoder, toys.weights(table, table)
 
 
 @pytest.mark.usefixtures("x64")
 def test_toys_keep_to_the_signatures():
     assert trace(*toy()) == LEARNED
+
+
+def test_networks_take_the_same_arguments():
+    taken = [
+        [
+            list(signature(getattr(network, name)).parameters)
+            for name in ("extend", "fill", "logits")
+        ]
+        for network in (eagle, block_drafter, toys.NETWORK)
+    ]
+    assert taken[0] == taken[1] == taken[2]
+    levels = [signature(network.draft_level).parameters for network in (eagle, toys.NETWORK)]
+    assert list(levels[0]) == list(levels[1])
 
 
 @pytest.mark.usefixtures("x64")

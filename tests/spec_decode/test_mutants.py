@@ -21,10 +21,8 @@ from tlt_jax.spec_decode import (
     noise,
     one_pass,
     tree_drafter,
-    tree_growth,
 )
 from tlt_jax.spec_decode.decode import Decoder
-from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.interface import ABSENT, DecodingParams, NoiseAhead, Sampling, Target
 from tlt_jax.spec_decode.strategy import Strategy
 
@@ -177,8 +175,8 @@ VERIFICATION = [
     (Target, "forward", later_positions), (Target, "keep", first_nodes_kept), (Target, "keep", path_kept_late),
 ]  # fmt: skip
 DRAFTING = [
-    (tree_drafter, "window", later_features), (tree_growth, "noise_of", noise_of_another_level),
-    (tree_growth, "candidates_below", children_of_another_parent),
+    (tree_drafter, "window", later_features), (tree_drafter, "noise_of", noise_of_another_level),
+    (tree_drafter, "candidates_below", children_of_another_parent),
 ]  # fmt: skip
 REPEATED = (tree_drafter, "score_children", repeated_siblings)
 
@@ -223,7 +221,7 @@ def laws(decoder: Decoder) -> tuple[bool, bool]:
     """Whether the tokens are those of plain decoding, and whether a drafter that knows the target is right in every round."""
     run, same = rounds.program(decoder, PROMPTS, LIMIT), []
     for guess in (NOISY, TABLE):
-        _, report = run(Weights(jnp.asarray(TABLE), jnp.asarray(guess)), keys())
+        _, report = run(toys.weights(TABLE, guess), keys())
         same.append(rounds.answers(report) == expected())
     return all(same), int(report.stats.row_rounds.sum()) == len(expected()) * -(-LIMIT // TREE.path)
 
@@ -239,7 +237,7 @@ def siblings_differ(decoder: Decoder) -> bool:
         known = decoder.drafter.catch_up(weights, state.drafter, context, state.live, TREE.path)
         return chunk.draft_tree(decoder, weights, known, context, state.roots)[1]
 
-    tree = jax.tree.map(np.asarray, first(Weights(jnp.asarray(TABLE), jnp.asarray(NOISY)), keys()))
+    tree = jax.tree.map(np.asarray, first(toys.weights(TABLE, NOISY), keys()))
     below = [
         [(parent, token) for parent, token in zip(*row, strict=True) if token != ABSENT]
         for row in zip(tree.parents[:, 1:], tree.tokens[:, 1:], strict=True)
@@ -265,23 +263,24 @@ def test_the_laws_hold_where_the_vocabulary_is_read_once(monkeypatch, is_at_once
     decoder = spoiled(monkeypatch, [], harm=0)
     choose = partial(one_pass.choose, is_sharded=False)
     decoder = decoder._replace(target=decoder.target._replace(unrolls=True, choose=choose))
-    state = rounds.begin(
-        decoder, Weights(jnp.asarray(TABLE), jnp.asarray(NOISY)), PROMPTS, keys(), LIMIT
-    )
+    state = rounds.begin(decoder, toys.weights(TABLE, NOISY), PROMPTS, keys(), LIMIT)
     assert chunk.chooses_at_once(decoder, state) == is_at_once
     assert laws(decoder) == (True, True)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mutant", VERIFICATION, ids=named)
 def test_a_mistake_of_verification_changes_tokens(monkeypatch, mutant):
     assert not laws(spoiled(monkeypatch, [mutant], harm=1))[0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mutant", DRAFTING, ids=named)
 def test_a_mistake_of_drafting_changes_no_token_and_drafts_worse(monkeypatch, mutant):
     assert laws(spoiled(monkeypatch, [mutant], harm=1)) == (True, False)
 
 
+@pytest.mark.matrix
 def test_siblings_that_repeat_change_no_token_and_are_seen_in_the_tree(monkeypatch):
     decoder = spoiled(monkeypatch, [REPEATED], harm=1)
     assert laws(decoder)[0] and not siblings_differ(decoder)

@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pairwise import marked
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.spec_decode import decode, one_pass, sampling, tree_growth
+from tlt_jax.spec_decode import decode, one_pass, sampling, tree_drafter
 from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import parse
-from tlt_jax.spec_decode.tree_growth import Coupling
+from tlt_jax.spec_decode.tree_drafter import Coupling
 
 PADDING = np.finfo(np.float32).min
 
@@ -105,8 +105,8 @@ def test_children_in_one_pass_are_those_of_two_softmaxes(with_noise):
     noise = jnp.asarray(rng.gumbel(size=(12, 1, 512)), "float32") if with_noise else None
     ids = jnp.asarray(rng.permutation(2000)[:512].astype(np.int32))
     rule = {"coupling": Coupling(0.75, 1.5), "temperature": 0.8, "k": 4}
-    tokens, scores = tree_growth.score_children(logits, noise, ids, **rule, survey=one_pass.top_k)
-    exact, wanted = tree_growth.score_children(logits, noise, ids, **rule)
+    tokens, scores = tree_drafter.score_children(logits, noise, ids, **rule, in_one_pass=True)
+    exact, wanted = tree_drafter.score_children(logits, noise, ids, **rule)
     np.testing.assert_allclose(scores, wanted, rtol=1e-5, atol=1e-5)
     counted = np.asarray(wanted > -np.inf)
     assert 100 < counted.sum() < counted.size

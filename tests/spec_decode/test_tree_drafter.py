@@ -1,6 +1,12 @@
-"""Trees of a learned drafter against plain loops: beams, scores, coupling, closure, and values that are not finite."""
+"""Trees of learned drafters against plain loops, by a pass for each level and by one pass over a block.
+
+Beams, scores, coupling, draft vocabulary, closure, and values that are not finite; of blocks the Markov bias of the parent,
+and the confidence.
+"""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +16,25 @@ import references
 import toys
 
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.keys import sequence_keys
-from tlt_jax.spec_decode import noise, tree_drafter, tree_growth
-from tlt_jax.spec_decode.decode_state import Weights
-from tlt_jax.spec_decode.interface import ABSENT, Candidates, Context, score_order
+from tlt_jax.models import drafter as drafters
+from tlt_jax.models.architecture import ModelConfig
+from tlt_jax.spec_decode import noise, tree_drafter
+from tlt_jax.spec_decode.interface import ABSENT, Candidates, Context, DraftTree, score_order
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.spec_decode.tree import rerank
-from tlt_jax.spec_decode.tree_growth import Coupling
+from tlt_jax.spec_decode.tree_drafter import Coupling, LearnedState
 
-V, SLOTS = 9, 32
+V, SLOTS, DEPTH, WIDTH = 9, 32, 5, 4
 TABLE = toys.table(V, seed=3)
 PREFIXES = [[3, 1, 4, 1, 5], [2, 7], [8, 2, 8, 1, 8, 2, 8]]
+ROOTS = jnp.array([prefix[-1] for prefix in PREFIXES], jnp.int32)
+RANDOM = np.random.default_rng(5)
+HIDDEN = RANDOM.normal(size=(len(PREFIXES), DEPTH, WIDTH))  # of the positions of a block
+HEAD, BIAS = RANDOM.normal(size=(V, WIDTH)), 1.5 * RANDOM.normal(size=(V, V))
+ODDS = RANDOM.normal(size=(V, WIDTH))  # of a position's hidden state, by the token before
+SOME = np.array([0, 1, 4, 5, 7])
 pytestmark = pytest.mark.usefixtures("x64")
 
 
@@ -34,91 +48,116 @@ def setting(temperature: float) -> Context:
             features[row, t] = toys.table_logits(TABLE, prefix[: t + 1])
     lengths = jnp.array([len(prefix) - 1 for prefix in PREFIXES], jnp.int32)
     keys = jnp.asarray(sequence_keys(0, 0, 0, np.arange(len(PREFIXES))))
-    ahead = noise.nothing_drawn(lengths + 1, 5, V, jnp.float64)
+    ahead = noise.nothing_drawn(lengths + 1, DEPTH, V, jnp.float64)
     ahead = noise.draw_ahead(ahead, keys, lengths + 1, lengths > 0)
     return Context(
         jnp.asarray(history), lengths, jnp.asarray(features), (), ahead if temperature else None
     )
 
 
-def expected_noise(row: int) -> np.ndarray:
-    """The noise of the positions after a prefix."""
-    key = jnp.asarray(sequence_keys(0, 0, 0, np.array([row])))
-    positions = len(PREFIXES[row]) + jnp.arange(5, dtype=jnp.int32)[None]
-    return np.asarray(noise.gumbel(key, positions, V, jnp.float64))[0]
-
-
-def drawn(
-    coupling: Coupling,
-    strategy: Strategy,
-    temperature: float,
-    ids=None,
-    guess=TABLE,
-    width: int = 3,
-):
-    """The trees of the toy network, after catching up by windows of `width`."""
+def levels(coupling: Coupling, strategy, temperature, ids=None, guess=TABLE, width=3) -> DraftTree:
+    """The trees of the toy, after catching up by windows of `width`."""
     group = meshes.data_group(meshes.make_mesh(1, 1), 0)
-    drafter = tree_drafter.learned_drafter(toys.table_network(group, V, ids), coupling)
-    context, weights = setting(temperature), Weights(jnp.asarray(TABLE), jnp.asarray(guess))
-    state = jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
-        drafter.empty(len(PREFIXES), SLOTS - toys.TAIL),
-    )
+    drafter = toys.table_drafter(coupling)(group, V)
+    context, weights = setting(temperature), toys.weights(TABLE, guess, ids)
+    empty = drafter.empty(len(PREFIXES), SLOTS - toys.TAIL)
+    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), empty)
     for _ in range(4):
         state = drafter.extend(weights, state, context, width)
     assert state.built.tolist() == context.lengths.tolist()
     candidates = drafter.draft(weights, state, context, strategy, temperature)
-    roots = jnp.array([prefix[-1] for prefix in PREFIXES], jnp.int32)
-    return rerank(candidates, roots, strategy.nodes), context
+    return rerank(candidates, ROOTS, strategy.nodes)
 
 
-def children(prefix, ahead, coupling, temperature, ids, k):
-    """Tokens and log-probabilities of the k best children, best first."""
-    logits = toys.table_logits(TABLE, prefix)[ids]
-    value = logits / (temperature or 1.0)
-    value = value - np.log(np.exp(value).sum())
-    if ahead is not None:
-        value = value + coupling.strength * ahead[ids]
-    value = coupling.sharpness * value
-    value = value - np.log(np.exp(value).sum())
-    best = np.argsort(-value, kind="stable")[:k]
-    return [(int(ids[i]), value[i]) for i in best]
+def block(
+    coupling, strategy, temperature, ids=None, has_bias=True, has_confidence=True, unrolls=False,
+    context=None, **changes,
+) -> DraftTree:  # fmt: skip
+    """The trees of a block whose hidden states are constants; it checks the roots and lengths that it gets."""
+
+    def draft_block(params, config, shared, cache, roots, lengths, levels, fused):
+        right = (roots == ROOTS) & (lengths == jnp.array([len(prefix) - 1 for prefix in PREFIXES]))
+        return jnp.where(right[:, None, None], jnp.asarray(HIDDEN)[:, :levels], jnp.nan)
+
+    def bias(params, embedding):
+        found = embedding @ jnp.asarray(BIAS)
+        return found if params.ids is None else found[..., params.ids]
+
+    def logits(params, config, shared, hidden, fused):
+        return hidden @ jnp.asarray(HEAD if ids is None else HEAD[ids]).T
+
+    functions = {
+        "draft_block": draft_block,
+        "logits": logits,
+        "markov_embedding": lambda params, tokens, dtype: jax.nn.one_hot(tokens, V, dtype=dtype),
+        "markov_bias": bias,
+        "confidence": lambda params, hidden, embedding: jnp.einsum(
+            "bkz,bkz->bk", hidden, embedding @ jnp.asarray(ODDS)
+        ),
+    }
+    policy = ModelConfig("qwen3", V, 8, 2, 1, 1, 8, 8, 64, qk_norm=True)
+    heads = {"markov_rank": 4 if has_bias else 0, "confidence": has_confidence}
+    config = drafters.for_policy(policy, "dspark", block_size=DEPTH, **heads)
+    group = meshes.data_group(meshes.make_mesh(1, 1), 0)
+    drafter = tree_drafter.learned_drafter(
+        config, SimpleNamespace(unrolls=unrolls, choose=None), Fused.of(group), "float64", coupling,
+        SimpleNamespace(**functions | changes),
+    )  # fmt: skip
+    context = context or setting(temperature)
+    state = LearnedState(None, context.lengths, jnp.zeros((len(PREFIXES), 0)))
+
+    def run(weights, state, context):
+        candidates = drafter.draft(weights, state, context, strategy, temperature)
+        return rerank(candidates, ROOTS, strategy.nodes)
+
+    return jax.jit(run)(toys.weights(TABLE, TABLE, ids), state, context)
 
 
-def grown(prefix, ahead, coupling, strategy, temperature, ids):
+def log_softmax(value):
+    return value - np.log(np.exp(value).sum())
+
+
+def level_logits(row: int, path: tuple[int, ...]) -> tuple[np.ndarray, float]:
+    """Logits after a path below the root, and the log-probability that the confidence adds."""
+    return toys.table_logits(TABLE, [*PREFIXES[row], *path]), 0.0
+
+
+def block_logits(row: int, path: tuple[int, ...], has_bias=True, has_confidence=True):
+    """As `level_logits`, of a block."""
+    before = path[-1] if path else PREFIXES[row][-1]
+    hidden = HIDDEN[row, len(path)]
+    sure = -np.log1p(np.exp(-hidden @ ODDS[before])) if has_confidence else 0.0
+    return HEAD @ hidden + (BIAS[before] if has_bias else 0), sure
+
+
+def grown(logits_after, row: int, coupling, strategy, temperature, ids=None):
     """The best paths below the root with their scores and ranks, by growing every level from its k best."""
+    key = jnp.asarray(sequence_keys(0, 0, 0, np.array([row])))
+    positions = len(PREFIXES[row]) + jnp.arange(DEPTH, dtype=jnp.int32)[None]
+    ahead = np.asarray(noise.gumbel(key, positions, V, jnp.float64))[0]
+    ids = np.arange(V) if ids is None else ids
     beams, found = [((), 0.0, 0)], []
     for level in range(strategy.depth):
-        here = None if ahead is None else ahead[level]
-        level_nodes = [
-            ((*path, token), score + logp, max(rank, place))
-            for path, score, rank in beams
-            for place, (token, logp) in enumerate(
-                children(prefix + list(path), here, coupling, temperature, ids, strategy.topk)
-            )
-        ]
-        found += level_nodes
-        beams = sorted(level_nodes, key=lambda node: -node[1])[: strategy.topk]
-    return {
-        path: (score, rank)
-        for path, score, rank in sorted(found, key=lambda node: -node[1])[: strategy.nodes - 1]
-    }
+        here = []
+        for path, score, rank in beams:
+            logits, sure = logits_after(row, path)
+            value = log_softmax(logits[ids] / (temperature or 1.0))
+            if temperature:
+                value = value + coupling.strength * ahead[level][ids]
+            value = log_softmax(coupling.sharpness * value) + sure
+            for place, index in enumerate(np.argsort(-value, kind="stable")[: strategy.topk]):
+                here.append(((*path, int(ids[index])), score + value[index], max(rank, place)))
+        found += here
+        beams = sorted(here, key=lambda node: -node[1])[: strategy.topk]
+    best = sorted(found, key=lambda node: -node[1])[: strategy.nodes - 1]
+    return {path: (score, rank) for path, score, rank in best}
 
 
-@pytest.mark.parametrize(("strategy", "coupling", "temperature", "ids"), [
-    (Strategy(1, 3, 4), Coupling(0.75), 1.0, None), (Strategy(3, 1, 4), Coupling(0.0), 0.6, None),
-    (Strategy(4, 3, 12), Coupling(1.0, 2.0), 1.0, None), (Strategy(3, 2, 6), Coupling(0.5), 0.0, None),
-    (Strategy(4, 2, 9), Coupling(0.75, 0.5), 0.6, np.array([0, 1, 4, 5, 7])), (Strategy(2, 4, 20), Coupling(0.25), 1.0, None),
-])  # fmt: skip
-def test_trees_are_those_of_plain_loops(strategy, coupling, temperature, ids):
-    tree, context = drawn(coupling, strategy, temperature, ids)
+def assert_is_that_of_loops(tree: DraftTree, logits_after, coupling, strategy, *rest) -> None:
+    """Checks the paths, scores and ranks of every row."""
     assert not references.orphans(tree).any()
-    for row, prefix in enumerate(PREFIXES):
-        ahead = expected_noise(row) if temperature else None
-        expected = grown(
-            prefix, ahead, coupling, strategy, temperature, np.arange(V) if ids is None else ids
-        )
-        paths = {0: ()}
+    for row in range(len(PREFIXES)):
+        expected, paths = grown(logits_after, row, coupling, strategy, *rest), {0: ()}
         for node in range(1, strategy.nodes):
             paths[node] = (*paths[int(tree.parents[row, node])], int(tree.tokens[row, node]))
         assert set(list(paths.values())[1:]) == set(expected)
@@ -126,6 +165,47 @@ def test_trees_are_those_of_plain_loops(strategy, coupling, temperature, ids):
             score, rank = expected[paths[node]]
             assert len(paths[node]) == tree.depths[row, node] and rank == tree.ranks[row, node]
             np.testing.assert_allclose(tree.scores[row, node], score, atol=1e-9)
+
+
+@pytest.mark.parametrize(("strategy", "coupling", "temperature", "ids"), [
+    (Strategy(1, 3, 4), Coupling(0.75), 1.0, None), (Strategy(3, 1, 4), Coupling(0.0), 0.6, None),
+    (Strategy(4, 3, 12), Coupling(1.0, 2.0), 1.0, None), (Strategy(3, 2, 6), Coupling(0.5), 0.0, None),
+    (Strategy(4, 2, 9), Coupling(0.75, 0.5), 0.6, SOME), (Strategy(2, 4, 20), Coupling(0.25), 1.0, None),
+])  # fmt: skip
+def test_trees_of_a_pass_a_level_are_those_of_plain_loops(strategy, coupling, temperature, ids):
+    tree = levels(coupling, strategy, temperature, ids)
+    assert_is_that_of_loops(tree, level_logits, coupling, strategy, temperature, ids)
+
+
+@pytest.mark.parametrize("unrolls", [False, True])
+@pytest.mark.parametrize(("strategy", "coupling", "temperature", "ids", "has_bias", "has_confidence"), [
+    (Strategy(1, 3, 4), Coupling(0.75), 1.0, None, True, True),
+    (Strategy(5, 1, 6), Coupling(0.75), 1.0, None, True, True),
+    (Strategy(4, 3, 12), Coupling(1.0, 2.0), 1.0, None, True, False),
+    (Strategy(3, 2, 6), Coupling(0.5), 0.0, None, False, False),
+    (Strategy(5, 4, 40), Coupling(0.75, 0.5), 0.6, SOME, True, True),
+    (Strategy(3, 4, 20), Coupling(0.0), 1.0, SOME, False, True),
+])  # fmt: skip
+def test_trees_of_a_block_are_those_of_plain_loops(
+    strategy, coupling, temperature, ids, has_bias, has_confidence, unrolls
+):
+    rule, heads = (coupling, strategy, temperature, ids), (has_bias, has_confidence)
+    tree = block(*rule, *heads, unrolls)
+    assert_is_that_of_loops(tree, lambda row, path: block_logits(row, path, *heads), *rule)
+
+
+@pytest.mark.parametrize("wrong", ["markov_embedding", "draft_block"])
+def test_the_loops_tell_a_wrong_parent_and_a_wrong_level_apart(wrong):
+    """What the equality above would miss: the bias of another node of the level, the hidden state of another level."""
+    rule = Coupling(0.75), Strategy(4, 3, 12), 1.0
+    shifted = {
+        "markov_embedding": lambda params, tokens, dtype: jax.nn.one_hot(
+            jnp.roll(tokens, 1, 1), V, dtype=dtype
+        ),
+        "draft_block": lambda *given: jnp.roll(jnp.asarray(HIDDEN)[:, : given[6]], 1, 1),
+    }
+    with pytest.raises(AssertionError):
+        assert_is_that_of_loops(block(*rule, **{wrong: shifted[wrong]}), block_logits, *rule)
 
 
 def test_random_candidates_never_leave_an_orphan():
@@ -141,12 +221,8 @@ def test_random_candidates_never_leave_an_orphan():
                 logp = np.minimum(np.round(-rng.exponential(1.0, k), 1), 0)  # rounded: many ties
                 for place in range(k):
                     new.append((len(ids), score + logp[place]))
-                    (
-                        ids.append(place),
-                        ups.append(up),
-                        deep.append(level),
-                        total.append(score + logp[place]),
-                    )
+                    ids.append(place), ups.append(up), deep.append(level)
+                    total.append(score + logp[place])
             beams = sorted(new, key=lambda node: -node[1])[:k]
         tokens.append(ids), parents.append(ups), depths.append(deep), scores.append(total)
     arrays = [jnp.asarray(np.array(one), jnp.int32) for one in (tokens, parents, depths)]
@@ -165,14 +241,34 @@ def test_random_candidates_never_leave_an_orphan():
 def test_what_is_not_finite_becomes_no_node():
     table = TABLE.copy()
     table[:, 4] = np.nan  # the logit of token 4 is NaN after every token: no child is finite
-    strategy = Strategy(3, 2, 6)
-    tree, _ = drawn(Coupling(), strategy, 1.0, guess=table)
-    assert (tree.tokens[:, 1:] == ABSENT).all() and (tree.parents == 0).all()
+    rule = Coupling(), Strategy(3, 2, 6), 1.0
+    trees = [levels(*rule, guess=table)]
+    for broken in (
+        {"logits": lambda *given: (given[3] @ jnp.asarray(HEAD).T).at[..., 4].set(jnp.nan)},
+        {"confidence": lambda params, hidden, _: jnp.full(hidden.shape[:2], jnp.nan)},
+    ):
+        trees.append(block(*rule, **broken))
+    for tree in trees:
+        assert (tree.tokens[:, 1:] == ABSENT).all() and (tree.parents == 0).all()
     logits = jnp.array([[[1.0, jnp.nan, 3.0]], [[0.0, jnp.inf, 1.0]]])
-    tokens, scores = tree_growth.score_children(
+    tokens, scores = tree_drafter.score_children(
         logits, None, None, coupling=Coupling(), temperature=1.0, k=2
     )
     assert (scores == -jnp.inf).all() and tokens.shape == (2, 1, 2)
+
+
+def test_a_strategy_deeper_than_the_block_is_refused():
+    with pytest.raises(
+        ValueError, match="strategy 6_1_7: the drafter drafts 5 levels: use depth 5"
+    ):
+        block(Coupling(), Strategy(6, 1, 7), 1.0)
+
+
+def test_rows_without_a_token_before_the_root_draft_nothing():
+    context = setting(0.0)
+    context = context.replace(lengths=jnp.zeros_like(context.lengths))
+    tree = block(Coupling(), Strategy(2, 2, 4), 0.0, context=context)
+    assert (tree.scores[:, 1:] == -jnp.inf).all()
 
 
 def test_nodes_are_ordered_by_score_and_the_root_is_first():

@@ -1,4 +1,4 @@
-"""The policy and the drafters of a configuration, bound to one data group as Target and Drafter; knows no rollout."""
+"""The policy and the drafters of a configuration, bound to one data group as Target and Drafter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tlt_jax.models.architecture import NORMED, Captures, ModelConfig
 from tlt_jax.models.drafter import DrafterConfig
 from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.models.low_rank import Lora
-from tlt_jax.rollout import networks, ngram_memory
+from tlt_jax.rollout import ngram_memory
 from tlt_jax.spec_decode import ngram, one_pass, sampling
 from tlt_jax.spec_decode.interface import (
     NO_DRAFTER,
@@ -32,9 +32,6 @@ from tlt_jax.spec_decode.interface import (
 )
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, Strategy
 from tlt_jax.spec_decode.tree_drafter import learned_drafter, merged_drafter
-from tlt_jax.spec_decode.tree_growth import Coupling
-
-COUPLING = Coupling()  # of a learned drafter
 
 
 def bind_drafters(
@@ -66,7 +63,7 @@ def bind_drafter(
 ) -> Drafter:
     """The drafter on one data group: the learned one when there is its configuration."""
     if config is not None:
-        return learned_drafter(networks.network(config, target, fused, dtype), COUPLING)
+        return learned_drafter(config, target, fused, dtype)
     return NO_DRAFTER if speculation.drafter == NONE else ngram_drafter(fused.mesh)
 
 
