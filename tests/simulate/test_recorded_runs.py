@@ -17,7 +17,7 @@ from tlt_jax.simulate import acceptance, cost_table, lengths, record
 from tlt_jax.simulate.acceptance import Acceptances, Curve
 from tlt_jax.simulate.cost_table import CostTable, Row, normal
 from tlt_jax.simulate.lengths import LogNormal
-from tlt_jax.simulate.run import SimulatedRun, World
+from tlt_jax.simulate.run import SimulatedTrainer, World, simulate
 from tlt_jax.spec_decode.strategy import NGRAM, PLAIN, parse
 from tlt_jax.train import step_metrics
 
@@ -62,19 +62,23 @@ def folder(tmp_path_factory):
     config = loading.read_resolved(path / "config.yaml")
     accepted = Acceptances(ACCEPTED, Curve((0.1,), (0.9,)))
     world = World(table(config), LogNormal(80, 0.8), accepted, STEPS, 2)
-    one, results, scalars = SimulatedRun(config, "ngram", world), [], []
-    rollout = one.engine.run
+    one, results, scalars = SimulatedTrainer(config, "ngram", world), [], []
+    rollout = one.run.engine.run
+
+    requests = []
 
     def watched(*inputs, **rest):
+        requests.append(inputs[0])
         found = rollout(*inputs, **rest)
         results.append(found[0])
         return found
 
-    one.engine.run = watched
+    one.run.engine.run = watched
     for name in ("speculation", "completions"):
         (path / name).mkdir()
     for number in range(1, STEPS + 1):
-        step = one.step()
+        one.step()
+        step = one.reported
         chunks = [asdict(step_metrics.line(each)) for each in results[-1].measurements]
         answers = [
             {"uid": each.uid, "group": each.prompt, "length": len(each.tokens), "finish": each.finish}
@@ -82,7 +86,7 @@ def folder(tmp_path_factory):
         ]  # fmt: skip
         write(path / f"speculation/{number:06d}.jsonl", chunks)
         write(path / f"completions/{number:06d}.jsonl", answers[::-1])
-        scalars.append(scalars_of(config, number, step, results[-1], one.prompts))
+        scalars.append(scalars_of(config, number, step, results[-1], requests[-1].prompts))
     write(path / "metrics.jsonl", scalars)
     (path / "log.txt").write_text(
         f"compiled chunk of 16 rounds, off, of 8 x 512, group 0 in {COMPILE_S} s: 1 MiB\n"
@@ -179,9 +183,8 @@ def test_a_run_that_is_simulated_again_takes_as_long_step_by_step(folder, tmp_pa
     path.write_text(cost_table.text_of(*record.of_runs([folder])))
     accepted = acceptance.of(str(folder))
     world = World(cost_table.read(path), lengths.recorded(folder), accepted, STEPS, 2)
-    again = SimulatedRun(config, "ngram", world)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [again.step() for _ in lines]
+    steps = simulate(config, "ngram", world)
     ratios = {
         part: [step.seconds[part] / line[f"timing_s/{part}"] for step, line in zip(steps, lines, strict=True)]
         for part in ("rollout", "update")

@@ -16,7 +16,7 @@ from tlt_jax.simulate import acceptance, lengths, run
 from tlt_jax.simulate.acceptance import Acceptances, Curve
 from tlt_jax.simulate.cost_table import CostTable, Row
 from tlt_jax.simulate.lengths import Drawn, LogNormal
-from tlt_jax.simulate.run import SimulatedRun, World
+from tlt_jax.simulate.run import SimulatedTrainer, World
 from tlt_jax.spec_decode.strategy import LEARNED, PLAIN, parse
 from tlt_jax.train import adaptive
 
@@ -81,7 +81,7 @@ def test_virtual_time_is_exact_for_a_plain_rollout_of_one_group():
     (step,) = steps_of("plain", world(costs, Given(100, 160), steps=1), config)
     fixed, each, _ = costs.shape(2, PLAIN)
     read = sum((20 + t + 0.5) / 2 * (2 if t < 100 else 1) for t in range(160))
-    program = SimulatedRun(config, "plain", world(costs)).engine.programs
+    program = SimulatedTrainer(config, "plain", world(costs)).run.engine.programs
     cost = program.round_cost(0.0)
     empty = cost(2, 0, PLAIN)
     start, prefill = (
@@ -196,8 +196,8 @@ def test_idle_micro_steps_fill_the_bubble_and_the_rollout_waits_for_one_at_most(
     given = world(steps=12, groups=4, accepted=accepted, answers=LogNormal(150, 1.2))
     config = configuration()
     config = replace(config, drafter_training=replace(config.drafter_training, share=0))
-    one, results = SimulatedRun(config, "adaptive", given), []
-    rollout = one.engine.run
+    one, results = SimulatedTrainer(config, "adaptive", given), []
+    rollout = one.run.engine.run
 
     def watched(*inputs, **rest):
         found, tuner = rollout(*inputs, **rest)
@@ -205,9 +205,9 @@ def test_idle_micro_steps_fill_the_bubble_and_the_rollout_waits_for_one_at_most(
         return found, tuner
 
     def micro_step():
-        return given.table.seconds("micro_step", one.learning.idle.tokens)
+        return given.table.seconds("micro_step", one.run.drafter.idle.tokens)
 
-    one.engine.run = watched
+    one.run.engine.run = watched
     for _ in range(given.steps):
         one.step()
     trained = [found for found in results if found.get("idle_used")]
@@ -290,7 +290,7 @@ def test_a_run_that_starts_from_a_drafter_knows_what_it_accepts(start):
     """As a real one, whose drafter directory records it; without a start nothing is known before the first step."""
     config, given = configuration(), replace(GOOD, pretrained=2e4)
     config = replace(config, drafter_training=replace(config.drafter_training, start=start))
-    one = SimulatedRun(config, "adaptive", world(accepted=given))
+    one = SimulatedTrainer(config, "adaptive", world(accepted=given))
     known = one.state.tuner["estimates"]
     assert (LEARNED in known) == bool(start)
     if start:
@@ -303,9 +303,9 @@ def test_compiling_a_chunk_that_drafts_takes_as_long_as_its_row_says(drafter):
     costs = table()
     rows = (*costs.rows, Row("compile", 7.0, "measured", strategy=TREE))
     costs = replace(costs, rows=rows, facts={"device": "cpu"})
-    programs = SimulatedRun(
+    programs = SimulatedTrainer(
         configuration(), "adaptive", world(costs, compiles=True)
-    ).engine.programs
+    ).run.engine.programs
     chunk = Decode(StateShape(0, 4, 1024), 16, replace(TREE, drafter=drafter))
     assert programs.compile_cost(chunk) == 7.0
     assert programs.compile_cost(replace(chunk, strategy=PLAIN)) == 0.5
@@ -319,7 +319,7 @@ def test_rounds_that_capture_features_cost_two_percent_more_than_others_once(is_
     config = configuration()
     start = replace(config, drafter_training=replace(config.drafter_training, start="trained"))
     learned, plain = (
-        SimulatedRun(one, arm, world(costs)).engine.programs.seconds(chunk, 16, 0.0, 0.0)
+        SimulatedTrainer(one, arm, world(costs)).run.engine.programs.seconds(chunk, 16, 0.0, 0.0)
         for one, arm in ((start, "adaptive"), (config, "plain"))
     )
     alone = 16 * costs.round_seconds(4, 1024, PLAIN, 1024)
@@ -331,7 +331,9 @@ def test_rounds_that_capture_features_cost_two_percent_more_than_others_once(is_
 def test_a_rollout_waits_for_what_it_prepares_on_a_cpu_alone(device, share, waited):
     """As Executables: elsewhere a compilation in the background costs the rollout 0.3 of its 0.5 seconds."""
     costs = replace(table(), facts={"device": device})
-    programs = SimulatedRun(configuration(), "plain", world(costs, compiles=True)).engine.programs
+    programs = SimulatedTrainer(
+        configuration(), "plain", world(costs, compiles=True)
+    ).run.engine.programs
     chunk = Decode(StateShape(0, 4, 1024), 16, PLAIN)
     assert programs.compile_cost(chunk) == pytest.approx(0.5 * share)
     programs.prepare([chunk])

@@ -73,6 +73,11 @@ class SimulatedEngine(Scheduling):
         """As Engine.learned_compile_cost."""
         return 0.0 if self.drafter else self.programs.rebinding()
 
+    def publish(self, params: Any, drafter: Any = None) -> dict[int, Weights]:
+        """As Engine.publish: it takes its seconds."""
+        self.clock.sleep(self.programs.table.seconds("publish"))
+        return dict.fromkeys(self.local_groups, Weights(None, ()))
+
     def run(
         self,
         request: RolloutRequest,

@@ -6,19 +6,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from tlt_jax.config import Config
 from tlt_jax.drafter.recipes import idle_recipe
 from tlt_jax.models.architecture import ModelConfig
-from tlt_jax.models.drafter import DrafterConfig
 from tlt_jax.rollout.events import Look
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.simulate.acceptance import Acceptances
-from tlt_jax.simulate.simulator import Marker, MicroStep, SimulatedPrograms, VirtualClock
-from tlt_jax.spec_decode.strategy import Strategy
+from tlt_jax.simulate.engine import SimulatedEngine
+from tlt_jax.simulate.simulator import Marker, MicroStep
 from tlt_jax.train.adaptive import LearningParts
 
 # Micro-steps that are simulated as one: as many as fit in this share of the last rollout's seconds. RL work waits only for
@@ -144,21 +143,6 @@ class SimulatedWindows:
         return {}
 
 
-class LearningEngine(Protocol):
-    """What learning needs of engine.SimulatedEngine."""
-
-    programs: SimulatedPrograms
-    groups: Sequence[Any]
-    arms: Sequence[Strategy]
-    learned: DrafterConfig | None
-
-    @property
-    def clock(self) -> VirtualClock: ...
-
-    @property
-    def is_over(self) -> bool: ...
-
-
 class DrafterWorld:
     """What a simulated drafter learns and accepts; adds the micro-step to the engine's programs.
 
@@ -166,7 +150,7 @@ class DrafterWorld:
     """
 
     def __init__(
-        self, config: Config, engine: LearningEngine, model: ModelConfig, acceptances: Acceptances
+        self, config: Config, engine: SimulatedEngine, model: ModelConfig, acceptances: Acceptances
     ):
         self.engine, self.acceptances = engine, acceptances
         self.depth = max((arm.depth for arm in engine.arms), default=1)

@@ -1,12 +1,15 @@
-"""A run of many RL steps in virtual time: the product's decisions on a cost table, for every way of drafting."""
+"""A run of many RL steps in virtual time: the real trainer on a cost table, for every way of drafting."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 
 from tlt_jax.config import Config, parse
 from tlt_jax.config.schema import ADAPTIVE, NGRAM, NONE
@@ -24,10 +27,13 @@ from tlt_jax.simulate.learning import DrafterWorld, SimulatedDrafter
 from tlt_jax.simulate.lengths import Lengths
 from tlt_jax.simulate.report import Step
 from tlt_jax.simulate.simulator import SimulatedPrograms, VirtualClock
+from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.strategy import LEARNED, PLAIN, Strategy
 from tlt_jax.train import adaptive
+from tlt_jax.train.accounts import Stopwatch
 from tlt_jax.train.adaptive import DrafterLearning, Learned
 from tlt_jax.train.run_state import RunState
+from tlt_jax.train.trainer import Rolled, Trainer
 
 FROZEN = "frozen"  # stands for the directory of a drafter that is not trained
 # A chunk decodes at least the longest answer over this many rounds: a chunk of the same rows and strategy costs the same in one
@@ -53,6 +59,7 @@ class World:
     compiles: bool = True
 
 
+PHASES = {"update_weights": "publish", "save_checkpoint": "save"}  # other names of a step's parts
 # Arms: ways of drafting, with their speculation.drafter.
 ARMS = {"plain": NONE, "ngram": NGRAM, "frozen": FROZEN, "adaptive": ADAPTIVE}
 
@@ -68,6 +75,7 @@ def configured(config: Config, drafter: str, groups: int) -> Config:
         config,
         speculation=speculation,
         mesh=replace(config.mesh, data=groups),
+        eval=replace(config.eval, every=0),
         drafter_training=replace(config.drafter_training, start=start),
     )
 
@@ -94,190 +102,160 @@ def chunk_of(config: Config) -> int:
     return max(config.rollout.chunk, config.rollout.max_new_tokens // CHUNKS)
 
 
-class SimulatedRun:
-    """The RL steps of one arm in virtual time, in the order of train.trainer.Trainer.step."""
+class SimulatedTrainer(Trainer):
+    """A Trainer in virtual time, of one arm: it rolls out on simulated programs, and scores and updates by the table alone.
+
+    `reported`: the last step. The policy has no weights; a drafter has the tokens that it learned from.
+    """
+
+    policy = None
 
     def __init__(self, config: Config, arm: str, world: World):
         drafter = ARMS[arm]
-        self.config = config = configured(config, drafter, world.groups)
-        self.world = world
-        self.clock, self.answers = VirtualClock(), {}
+        config = configured(config, drafter, world.groups)
+        self.world, self.clock, self.answers = world, VirtualClock(), {}
         self.drafter = SimulatedDrafter()  # the one that the rollout drafts with
         model = model_of(config) or hf.new_config(STAND_IN, 512, ())
         learned = drafter_of(config, model) if drafter in (ADAPTIVE, FROZEN) else None
         is_cpu = world.table.facts.get("device") == CPU
-        self.engine = engine.SimulatedEngine(config, learned, world.groups, is_cpu, self.programs)
+        made = partial(self.programs, config)
+        simulated = engine.SimulatedEngine(config, learned, world.groups, is_cpu, made)
         begins = bool(config.drafter_training.start) or drafter == FROZEN
         start = SimulatedDrafter(int(begins), world.acceptances.pretrained if begins else 0.0)
-        self.learning = self.knowledge = None
+        tuner, self.knowledge, learning = simulated.tuner.init(), None, None
         if drafter == ADAPTIVE:
-            self.knowledge = DrafterWorld(config, self.engine, model, world.acceptances)
-            parts = self.knowledge.parts(start)
-            self.learning = DrafterLearning(config, self.engine, world.steps, parts)
-        tuner = self.engine.tuner.init()
-        if self.knowledge and begins:  # a drafter's directory records its acceptance
-            known = {LEARNED: self.knowledge.levels(start)}
-            tuner = self.engine.tuner.update_prior(tuner, known)
-        self.state = RunState(
-            0, SimpleNamespace(params=None), start if begins else None, tuner, Investment()
-        )
-        if self.learning:
-            self.learning.resume(self.state)
-        self.seconds: dict[str, float] = {}
+            self.knowledge = DrafterWorld(config, simulated, model, world.acceptances)
+            learning = DrafterLearning(config, simulated, world.steps, self.knowledge.parts(start))
+            if begins:  # a drafter's directory records its acceptance
+                tuner = simulated.tuner.update_prior(tuner, {LEARNED: self.knowledge.levels(start)})
+        policy = SimpleNamespace(params=None)
+        self.state = RunState(0, policy, start if begins else None, tuner, Investment())
+        if learning:
+            learning.resume(self.state)
+        self.run = SimpleNamespace(
+            config=config, engine=simulated, drafter=learning, drafter_params=None, steps=world.steps
+        )  # fmt: skip
+        self.watch, self.writer = Stopwatch(self.clock.now), SimpleNamespace(say=lambda words: None)
+        self.reported: Step | None = None
 
-    def programs(self, drafters: list[str]) -> SimulatedPrograms:
+    def programs(self, config: Config, drafters: Sequence[str]) -> SimulatedPrograms:
         """The programs of the engine, which draft as well as the current drafter can."""
+        is_ngram = config.speculation.drafter == NGRAM
+
+        def named(strategy: Strategy) -> Strategy:  # a run's only drafter has no name
+            return replace(strategy, drafter=NGRAM) if is_ngram and strategy.depth else strategy
+
         return SimulatedPrograms(
             self.world.table,
-            lambda one: self.world.acceptances.trees(self.named(one), self.drafter.learned),
+            lambda one: self.world.acceptances.trees(named(one), self.drafter.learned),
             lambda key: self.answers[int(key[1])],
             self.clock,
             drafters,
             not self.world.compiles,
-            self.named,
+            named,
         )
 
-    def named(self, strategy: Strategy) -> Strategy:
-        """The strategy with the name of its drafter, as tables and acceptances have it; a run's only drafter has none."""
-        is_ngram = self.config.speculation.drafter == NGRAM and strategy.depth > 0
-        return replace(strategy, drafter=NGRAM) if is_ngram else strategy
+    def spend(self, program: str, tokens: float = 0.0) -> None:
+        """A part of the step takes the table's seconds."""
+        self.clock.sleep(self.world.table.seconds(program, tokens))
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """A context whose virtual seconds count for this part of the step."""
-        began = self.clock.now()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + self.clock.now() - began
-
-    def spend(self, name: str, tokens: float = 0.0) -> None:
-        """A part of the step that takes the table's seconds."""
-        with self.phase(name):
-            self.clock.sleep(self.world.table.seconds(name, tokens))
-
-    def step(self) -> Step:
-        """One RL step."""
-        self.seconds = {}
-        self.publish()
-        result, tuner = self.roll_out()
-        self.spend("reward")
-        learned = self.merge(result, tuner)
-        learned = self.learn(learned, result)
-        self.save()
-        self.spend("other")
-        tuner = self.update_tuner(learned, tuner)
-        self.state = self.next_state(learned, tuner, result)
-        return self.report(result)
-
-    def publish(self) -> None:
-        """The rollout's copy of policy and drafter."""
-        if self.learning:
-            self.learning.before_publish()
+    def publish(self) -> dict[int, Weights]:
         self.drafter = self.state.drafter or self.drafter
-        self.spend("publish")
+        return super().publish()
 
-    def roll_out(self) -> tuple[RolloutResult, dict]:
+    def save(self, measured: dict[str, float]) -> None:
+        """Saving counts for the step whose state is saved: see `report`."""
+
+    def roll_out(self, weights: dict[int, Weights]) -> Rolled:
         """The rollout of the step, in which idle groups train the drafter."""
-        rollout, step = self.config.rollout, self.state.step
-        drawn = self.world.lengths.draw(
-            step, rollout.prompts, rollout.samples, self.config.train.seed
-        )
+        run, state = self.run, self.state
+        rollout, seed, most = run.config.rollout, run.config.train.seed, run.config.data.max_prompt_tokens  # fmt: skip
+        drawn = self.world.lengths.draw(state.step, rollout.prompts, rollout.samples, seed)
         self.answers = dict(enumerate(drawn.answers.ravel().tolist()))
-        most = max(self.config.data.max_prompt_tokens, 2)
         request = engine.request(
-            [min(max(int(tokens), 2), most) for tokens in drawn.prompts],
+            np.clip(drawn.prompts, 2, max(most, 2)).astype(int).tolist(),
             rollout.samples,
             rollout.max_new_tokens,
-            seed=step,
-            capacity=self.engine.capacity,
-            rounds=chunk_of(self.config),
-            rollouts_left=self.world.steps - step - 1,
+            seed=state.step,
+            capacity=run.engine.capacity,
+            rounds=chunk_of(run.config),
+            rollouts_left=run.steps - state.step - 1,
         )
-        self.prompts = request.prompts
-        weights = dict.fromkeys(range(self.world.groups), SimpleNamespace(target=None, drafter=()))
-        with self.phase("rollout"):
-            self.clock.sleep(self.world.table.seconds("begin"))
-            background = {}
-            if self.learning:
-                self.knowledge.rollout_seconds = self.learning.idle.seconds
-                background = self.learning.begin_rollout(request, weights, self.state)
-            self.waited = len(self.engine.programs.waited)
-            return self.engine.run(request, weights, self.state.tuner, **background)
+        with self.watch.phase("rollout"):
+            began, background = self.clock.now(), {}
+            self.spend("begin")
+            if run.drafter:
+                self.knowledge.rollout_seconds = run.drafter.idle.seconds
+                background = run.drafter.begin_rollout(request, weights, state)
+            result, tuner = run.engine.run(request, weights, state.tuner, **background)
+        return Rolled(list(request.prompts), result, tuner, {}, began)
 
-    def merge(self, result: RolloutResult, tuner: dict) -> Learned:
-        """As Trainer.merge_drafter."""
-        if not self.learning:
-            return Learned(self.state.drafter, self.state.investment)
-        with self.phase("drafter"):
-            return self.learning.merge(self.state, tuner, result)
+    def score(self, result: RolloutResult) -> dict:
+        with self.watch.phase("reward"):
+            self.spend("reward")
+        return {}
 
-    def learn(self, learned: Learned, result: RolloutResult) -> Learned:
-        """The updates of drafter and policy; padding takes as long as tokens."""
-        limit, samples = self.config.rollout.max_new_tokens, self.config.rollout.samples
+    def pack(self, rolled: Rolled, scores: dict) -> SimpleNamespace:
+        """`rows`: the answer tokens of each accumulation step; padding takes as long as tokens."""
+        limit, samples = self.run.config.rollout.max_new_tokens, self.run.config.rollout.samples
         examples = [
-            len(self.prompts[uid // samples]) + min(tokens, limit)
+            len(rolled.prompts[uid // samples]) + min(tokens, limit)
             for uid, tokens in self.answers.items()
         ]
-        count, groups = packing.steps(self.config, examples), self.world.groups
-        if self.learning:
-            rows = [result.stats["tokens"] / count] * count
-            with self.phase("drafter"):
-                learned = self.learning.learn(
-                    learned, self.state.policy, rows, result.completions, self.state.step
-                )
-        self.spend("update", count * packing.step_tokens(self.config) / groups)
-        return learned
+        count = packing.steps(self.run.config, examples)
+        return SimpleNamespace(rows=[rolled.result.stats["tokens"] / count] * count)
 
-    def save(self) -> None:
-        """A checkpoint, when one is due."""
-        every = self.config.checkpoint.every
-        if every and (self.state.step + 1) % every == 0:
-            self.spend("save")
+    def update_policy(self, batch: SimpleNamespace) -> tuple[SimpleNamespace, list]:
+        with self.watch.phase("update"):
+            tokens = len(batch.rows) * packing.step_tokens(self.run.config)
+            self.spend("update", tokens / self.world.groups)
+        return self.state.policy, []
 
-    def update_tuner(self, learned: Learned, tuner: dict) -> dict:
-        """As Trainer.update_tuner."""
-        if self.learning:
-            return self.learning.update_tuner(tuner, learned.depths)[0]
-        return self.engine.tuner.update_prior(tuner)
-
-    def next_state(self, learned: Learned, tuner: dict, result: RolloutResult) -> RunState:
+    def next_state(
+        self, policy: SimpleNamespace, learned: Learned, tuner: dict, rolled: Rolled
+    ) -> RunState:
         """The state after the step: the policy has moved, and the drafter has forgotten a share of what it learned."""
-        compiling = self.compiling(result)
-        seconds = sum(self.seconds.values()) - compiling - self.seconds.get("drafter", 0.0)
+        state = super().next_state(policy, learned, tuner, rolled)
         forget = self.world.acceptances.learned.forget
-        drafter = learned.drafter and learned.drafter.forgot(forget)
-        if self.config.speculation.drafter == FROZEN:
-            drafter = self.state.drafter.forgot(forget)
-        return RunState(
-            self.state.step + 1, self.state.policy, drafter, tuner, learned.investment.after_step(seconds)
-        )  # fmt: skip
+        return state.replace(drafter=state.drafter and state.drafter.forgot(forget))
 
-    def compiling(self, result: RolloutResult) -> float:
-        """Seconds in which the rollout waited for compilations."""
-        return sum(end - start for start, end in result.compile_waits.get(0, ()))
+    def report(self, rolled: Rolled, scores: dict, batch: SimpleNamespace, *_: Any) -> None:
+        """Keeps the step that has just been done."""
+        result, run, table = rolled.result, self.run, self.world.table
+        every = run.config.checkpoint.every
+        if every and self.state.step % every == 0:
+            with self.watch.phase("save_checkpoint"):
+                self.spend("save")
+        self.spend("other")
+        lap = self.watch.lap()
+        seconds = {PHASES.get(name, name): lap[f"timing_s/{name}"] for name, _ in self.watch.lapped}
+        compiling = sum(end - start for start, end in result.compile_waits.get(0, ()))
+        useful = sum(seconds.values()) - compiling - seconds.get("drafter", 0.0)
+        self.state = self.state.replace(investment=self.state.investment.after_step(useful))
 
-    def report(self, result: RolloutResult) -> Step:
-        """The step that has just been done."""
         groups = adaptive.decoding_seconds(result, self.world.groups, "train")
         idle, whole = sum(one.idle for one in groups), len(groups) * result.stats["seconds"]
         rounds, error = {}, 0.0
         for one in result.measurements:
-            error += one.seconds * self.world.table.shape(one.batch, self.named(one.strategy))[2]
-            kind = (
-                "off" if one.strategy == PLAIN else one.strategy.drafter or self.engine.drafter_kind
-            )
+            strategy = run.engine.programs.named(one.strategy)
+            error += one.seconds * table.shape(one.batch, strategy)[2]
+            kind = "off" if one.strategy == PLAIN else one.strategy.drafter or run.engine.drafter_kind  # fmt: skip
             rounds[kind] = rounds.get(kind, 0.0) + one.seconds
-        learned = self.drafter.learned
-        return Step(
-            dict(self.seconds), result.stats["tokens"], idle / whole if whole else 0.0, self.compiling(result),
-            result.stats["accept_length"], learned, rounds, error / max(sum(rounds.values()), 1e-9), result.spans,
+        self.reported = Step(
+            seconds, result.stats["tokens"], idle / whole if whole else 0.0, compiling, result.stats["accept_length"],
+            self.drafter.learned, rounds, error / max(sum(rounds.values()), 1e-9), result.spans,
         )  # fmt: skip
+
+    def diverged(self, rolled: Rolled, scores: dict) -> None:
+        """A simulated policy never diverges."""
 
 
 def simulate(config: Config, name: str, world: World) -> list[Step]:
     """The steps of an arm of ARMS. Only the last step keeps its spans."""
-    run, steps = SimulatedRun(config, name, world), []
+    trainer, steps = SimulatedTrainer(config, name, world), []
     for _ in range(world.steps):
         if steps:
             steps[-1].spans = []
-        steps.append(run.step())
+        trainer.step()
+        steps.append(trainer.reported)
     return steps
