@@ -1,4 +1,4 @@
-"""Tiny drafters of every kind and flag, with random weights whose norms are not ones, and a policy to share with."""
+"""Tiny drafters of every kind and flag, with random weights, a policy to share with, and blocks in NumPy without a cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POLICY = {
 }
 VOCAB = 37
 IDS = np.array([0, 3, 4, 9, 11, 20, 30, 36])
-CASES = {
+LEVELS = {
     "eagle": {"kind": "eagle"},
     "eagle_bias": {
         "kind": "eagle",
@@ -36,6 +36,15 @@ CASES = {
     "eagle3": {"kind": "eagle3", "draft_vocab_size": len(IDS), "head_dim": 8},
     "eagle3_plain": {"kind": "eagle3", "fc_norm": False, "norm_output": False, "num_kv_heads": 1},
 }
+BLOCKS = {
+    "dflash": {"kind": "dflash", "block_size": 4, "num_layers": 2},
+    "dflash_causal": {"kind": "dflash", "block_size": 3, "causal": True, "num_kv_heads": 4},
+    "dspark": {"kind": "dspark", "block_size": 4, "markov_rank": 6, "draft_vocab_size": len(IDS)},
+    "dspark_whole": {"kind": "dspark", "block_size": 3, "markov_rank": 6, "mask_token_id": 5,
+                     "num_kv_heads": 1, "num_layers": 3, "captures": (0, 3, 7)},
+    "dspark_bare": {"kind": "dspark", "block_size": 4, "markov_rank": 0, "confidence": False, "head_dim": 6},
+}  # fmt: skip
+CASES = LEVELS | BLOCKS
 
 
 def policy(**changes):
@@ -49,20 +58,21 @@ def config(case: str, **changes) -> drafters.DrafterConfig:
 
 
 def params(case: str, dtype="float64", mesh=None) -> drafters.DrafterParams:
-    """Weights of a case in the "train" layout: norms near 1, biases that are not 0, matrices that keep sizes."""
+    """Weights of a case in the "train" layout: norms near 1, biases and heads that are not 0, matrices that keep sizes."""
     spec = drafters.abstract(config(case), mesh or meshes.make_mesh(1, 1), "train", dtype)
+    gain = 1.2 if config(case).is_block else 0.8
 
     def draw(path, leaf):
         name = jax.tree_util.keystr(path)
-        noise = np.random.RandomState(zlib.crc32(name.encode())).randn(*leaf.shape)
+        noise = np.array(np.random.RandomState(zlib.crc32(name.encode())).randn(*leaf.shape))
         if name == ".ids":
             noise = IDS
         elif "norm" in name:
             noise = 1 + 0.3 * noise
-        elif name == ".head":
+        elif name in (".head", ".markov_in", ".markov_out"):
             noise[VOCAB:] = 0
-        elif len(leaf.shape) == 2:
-            noise = 0.8 * noise / np.sqrt(leaf.shape[-1])
+        elif noise.ndim > 1 and "bias" not in name:
+            noise = gain * noise / np.sqrt(leaf.shape[-1])
         return jax.device_put(noise.astype(leaf.dtype), leaf.sharding)
 
     return jax.tree_util.tree_map_with_path(draw, spec)
@@ -80,3 +90,54 @@ def line(case: str, rows: int, length: int, dtype="float64"):
     tokens = rng.randint(0, VOCAB, (rows, length))
     features = rng.randn(rows, length, config(case).feature_width).astype(dtype)
     return jnp.asarray(tokens, jnp.int32), jnp.asarray(features)
+
+
+def norm(x, weight, eps):
+    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + eps) * weight
+
+
+def turned(heads, positions, rope):
+    """Heads [n, H, E] as complex numbers, multiplied by exp(i angle)."""
+    half = heads.shape[-1] // 2
+    rates = rope.theta ** (-np.arange(half) / half) / rope.factor
+    angle = np.asarray(positions)[:, None, None] * rates
+    whole = (heads[..., :half] + 1j * heads[..., half:]) * np.exp(1j * angle)
+    return np.concatenate([whole.real, whole.imag], -1)
+
+
+def reference(
+    case: str, token: int, before: np.ndarray, sees=lambda query, key: True
+) -> np.ndarray:
+    """Hidden states [P, Z] of the block at `token`, from the features [t, F] of the tokens before it, all at once.
+
+    `sees(i, j)`: whether query i of the block sees its row j.
+    """
+    p, own, base = jax.tree.map(np.asarray, params(case)), config(case), shared()
+    E, eps, t = own.layers.head_dim, own.layers.rms_eps, len(before)
+    token, before = int(token), np.asarray(before)
+    c = norm(before @ p.fuse.T, p.hidden_norm, eps)
+    ids = [token, *[own.mask_token_id] * (own.block_size - 1)]
+    x = np.asarray(base.embed)[ids]
+    count = len(ids)
+    visible = np.array(
+        [[not (own.causal and j > i) and sees(i, j) for j in range(count)] for i in range(count)]
+    )
+    visible = np.concatenate([np.ones((count, t), bool), visible], 1)
+    for index in range(own.layers.num_layers):
+        layer = jax.tree.map(lambda leaf, index=index: leaf[index], p.layers)
+        rows = np.concatenate([c, norm(x, layer.attention_norm, eps)])
+        q, k, v = (
+            (rows @ matrix.T).reshape(len(rows), -1, E) for matrix in (layer.q, layer.k, layer.v)
+        )
+        places = np.arange(t + count)
+        q = turned(norm(q, layer.q_norm, eps), places, own.layers.rope)[t:]
+        k = turned(norm(k, layer.k_norm, eps), places, own.layers.rope)
+        k, v = (np.repeat(part, q.shape[1] // k.shape[1], axis=1) for part in (k, v))
+        scores = np.einsum("nhe,she->hns", q, k) / np.sqrt(E)
+        scores = np.exp(np.where(visible, scores, -np.inf))
+        mixed = np.einsum("hns,she->nhe", scores / scores.sum(-1, keepdims=True), v)
+        x = x + mixed.reshape(count, -1) @ layer.o.T
+        y = norm(x, layer.mlp_norm, eps)
+        gate = y @ layer.gate.T
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ layer.up.T)) @ layer.down.T
+    return norm(x, p.final_norm, eps)[int(own.kind == "dflash") :]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
-import block_cases as cases
+import drafter_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 from pairwise import marked
 
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.models import architecture, block_drafter, drafter as drafters, kv_cache
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -66,7 +67,7 @@ def drafted(case, tokens, features, lengths, mesh, levels=None):
             tokens[rows, lengths],
             jnp.asarray(lengths),
             levels,
-            group,
+            Fused.of(group),
         )
         return hidden, block_drafter.logits(params, config, shared, hidden)
 
@@ -94,7 +95,7 @@ LENGTHS = np.array([3, 7], np.int32)
 
 @pytest.mark.parametrize(
     ("case", "shape"),
-    [*((case, (1, 1)) for case in cases.CASES), ("dspark", (2, 2)), ("dspark_whole", (2, 4))],
+    [*((case, (1, 1)) for case in cases.BLOCKS), ("dspark", (2, 2)), ("dspark_whole", (2, 4))],
 )
 def test_a_draft_and_training_compute_what_the_reference_computes(case, shape, x64):
     tokens, features = cases.line(case, 2, 15)
@@ -267,67 +268,3 @@ def test_the_heads_of_dspark_are_linear_in_what_they_read(x64):
     np.testing.assert_allclose(odds, both @ params.confidence + params.confidence_bias, **EXACT)
     bare = block_drafter.markov_embedding(cases.params("dspark_bare"), tokens, "float64")
     assert bare.shape == (2, 3, 0)
-
-
-def test_new_weights_are_the_same_on_every_mesh_and_begin_without_a_markov_bias():
-    config = cases.config("dspark")
-    one, other = (
-        drafters.init(config, meshes.make_mesh(*shape), jax.random.key(3), "float32", cases.IDS)
-        for shape in ((1, 1), (2, 2))
-    )  # fmt: skip
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-    np.testing.assert_array_equal(one.ids, cases.IDS)
-    assert one.head is None
-    assert one.context_kv is None
-    assert not np.any(one.markov_out)
-    assert np.std(one.markov_in[: cases.VOCAB]) == pytest.approx(0.02, rel=0.2)
-    assert not one.markov_in[cases.VOCAB :].any()
-
-
-def test_defaults_follow_the_policy():
-    config = drafters.for_policy(cases.policy(), "dspark")
-    assert (config.layers.num_layers, config.block_size, config.depth, config.markov_rank) == (
-        2,
-        8,
-        8,
-        16,
-    )
-    assert (config.captures, config.mask_token_id, config.has_full_vocab) == (
-        (2, 3, 4, 5),
-        36,
-        True,
-    )
-    config = drafters.for_policy(cases.policy(), "dflash")
-    assert (config.depth, config.markov_rank, config.confidence) == (7, 0, False)
-    ranks = {576: 64, 896: 64, 1023: 64, 1024: 128, 3584: 256, 5120: 256, 64: 16, 2: 16}
-    assert {width: drafters.default_rank(width) for width in ranks} == ranks
-    depths = {36: (2, 10, 18, 26, 34), 12: (2, 4, 6, 8, 10), 4: (1, 2, 3, 4), 1: (1,), 2: (1, 2)}
-    assert {depth: drafters.block_captures(depth) for depth in depths} == depths
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "message"),
-    [
-        ("dflash", {"markov_rank": 4}, "markov_rank 4: not for a drafter of kind dflash"),
-        ("dflash", {"block_size": 1}, "block_size 1: a dflash drafter needs at least 2"),
-        ("dspark", {"block_size": 0}, "block_size 0: a dspark drafter needs at least 1"),
-        ("dspark", {"mask_token_id": 37}, "mask_token_id 37 is not within 0..36"),
-        ("dspark", {"captures": (3, 3)}, "rising depth, from 0 on"),
-        ("dspark", {"captures": (-1, 3)}, "rising depth, from 0 on"),
-        ("dspark", {"captures": (2, 8)}, "after layers \\(2, 8\\), the policy has 7 layers"),
-        ("dspark", {"draft_vocab_size": 38}, "draft_vocab_size 38 is not within 1..37"),
-        ("dspark", {"num_kv_heads": 3}, "3 KV heads"),
-        ("dspark", {"hidden_size": 24}, "hidden_size 24 is not the policy's 16"),
-    ],
-)  # fmt: skip
-def test_conflicting_fields_are_refused_by_name(kind, changes, message):
-    with pytest.raises(ValueError, match=message):
-        drafters.for_policy(cases.policy(), kind, **changes)
-
-
-def test_a_mesh_that_does_not_divide_the_drafter_is_refused():
-    with pytest.raises(ValueError, match="4 attention heads.*use one of"):
-        drafters.abstract(cases.config("dflash"), meshes.make_mesh(1, 3), "train", "float32")
-    config = dataclasses.replace(cases.config("dspark"), markov_rank=5)
-    with pytest.raises(ValueError, match="mesh.data 2 does not divide the drafter's Markov rank 5"):
-        drafters.abstract(config, meshes.make_mesh(2, 1), "train", "float32")

@@ -82,7 +82,7 @@ def drafted(case, tokens, features, lengths, mesh):
 
 
 @pytest.mark.parametrize(
-    ("case", "shape"), [*((case, (1, 1)) for case in cases.CASES), ("eagle3_plain", (2, 4))]
+    ("case", "shape"), [*((case, (1, 1)) for case in cases.LEVELS), ("eagle3_plain", (2, 4))]
 )
 def test_unrolled_steps_are_what_extension_and_drafting_compute(case, shape, x64):
     tokens, features = cases.line(case, 2, 15)
@@ -360,100 +360,3 @@ def test_bfloat16_keeps_its_dtype_and_float32_logits():
         eagle.logits(params, config, cases.shared("bfloat16"), jnp.asarray(rough)).dtype
         == jnp.float32
     )
-
-
-def test_new_weights_are_the_same_on_every_mesh_and_hold_the_draft_vocabulary():
-    config = cases.config("eagle3")
-    one = drafters.init(config, meshes.make_mesh(1, 1), jax.random.key(3), "float32", cases.IDS)
-    other = drafters.init(config, meshes.make_mesh(2, 2), jax.random.key(3), "float32", cases.IDS)
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-    np.testing.assert_array_equal(one.ids, cases.IDS)
-    assert other.layers.gate.sharding.spec == other.head.sharding.spec == jax.P("model", "data")
-    assert np.std(one.layers.gate) == pytest.approx(0.02, rel=0.1)
-    whole = drafters.init(
-        cases.config("eagle3_plain"), meshes.make_mesh(1, 1), jax.random.key(3), "float32"
-    )
-    assert whole.ids is None
-    assert whole.head.shape == (64, 16)
-    assert not whole.head[cases.VOCAB :].any()
-
-
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        (None, "has 0 tokens, draft_vocab_size says 8"),
-        (np.arange(7), "has 7 tokens"),
-        (np.arange(8) + 30, "do not ascend within 0..36"),
-        (np.arange(8) - 1, "do not ascend"),
-        (np.array([0, 1, 2, 2, 3, 4, 5, 6]), "do not ascend"),
-    ],
-)
-def test_invalid_draft_vocabularies_are_refused(ids, message):
-    with pytest.raises(ValueError, match=message):
-        drafters.check_ids(cases.config("eagle3"), ids)
-
-
-def test_defaults_follow_the_policy():
-    policy = cases.policy()
-    config = drafters.for_policy(policy, "eagle")
-    assert (config.captures, config.layers.qkv_bias, config.fc_norm, config.feature_width) == (
-        (-1,),
-        True,
-        False,
-        16,
-    )
-    assert not drafters.for_policy(
-        dataclasses.replace(policy, family="qwen3"), "eagle"
-    ).layers.qkv_bias
-    config = drafters.for_policy(policy, "eagle3")
-    assert (config.captures, config.fc_norm, config.norm_output, config.feature_width) == (
-        (2, 3, 4),
-        True,
-        True,
-        48,
-    )
-    assert (config.layers.max_positions, config.layers.rope) == (64, policy.rope)
-    assert config.has_full_vocab
-    depths = {
-        36: (2, 18, 33),
-        8: (2, 4, 5),
-        7: (2, 3, 4),
-        6: (2, 4, 6),
-        4: (2, 3, 4),
-        3: (1, 2, 3),
-        2: (1, 2),
-        1: (1,),
-    }
-    assert {depth: drafters.level_captures(depth) for depth in depths} == depths
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "message"),
-    [
-        ("medusa", {}, "kind 'medusa' is unknown: use eagle, eagle3, dflash, dspark"),
-        ("eagle", {"fc_norm": True}, "fc_norm True: not for a drafter of kind eagle"),
-        ("eagle3", {"fc_bias": True}, "fc_bias True"),
-        ("eagle", {"captures": (1, 2)}, "captures \\(1, 2\\): eagle reads"),
-        ("eagle3", {"captures": (2, 2, 3)}, "rising depth"),
-        ("eagle3", {"captures": ()}, "rising depth"),
-        ("eagle3", {"captures": (0, 2, 3)}, "from 1 on"),
-        ("eagle3", {"captures": (2, 3, 8)}, "after layers \\(2, 3, 8\\), the policy has 7 layers"),
-        ("eagle3", {"draft_vocab_size": 38}, "draft_vocab_size 38 is not within 1..37"),
-        ("eagle", {"draft_vocab_size": 8}, "eagle proposes all 37 tokens"),
-        ("eagle3", {"num_kv_heads": 3}, "3 KV heads"),
-        ("eagle3", {"hidden_size": 24}, "hidden_size 24 is not the policy's 16"),
-        (
-            "eagle",
-            {"vocab_size": 36, "draft_vocab_size": 36},
-            "vocab_size 36 is not the policy's 37",
-        ),
-    ],
-)
-def test_conflicting_fields_are_refused_by_name(kind, changes, message):
-    with pytest.raises(ValueError, match=message):
-        drafters.for_policy(cases.policy(), kind, **changes)
-
-
-def test_a_mesh_that_does_not_divide_the_drafter_is_refused():
-    with pytest.raises(ValueError, match="4 attention heads.*use one of"):
-        drafters.abstract(cases.config("eagle"), meshes.make_mesh(1, 3), "train", "float32")

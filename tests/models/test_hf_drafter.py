@@ -73,26 +73,26 @@ def test_the_acceptance_of_a_drafter_is_written_as_far_as_it_was_measured(mesh, 
             hf_drafter.read_acceptance(tmp_path)
 
 
-@pytest.mark.parametrize("case", cases.CASES)
-def test_a_round_trip_keeps_every_bit(case, mesh, tmp_path):
-    params, config = cases.params(case, "float32", mesh), cases.config(case)
-    hf_drafter.save(params, config, tmp_path / "one", "float32")
+@pytest.mark.parametrize(
+    ("case", "dtype"), [*((case, "float32") for case in cases.CASES), ("dspark", "bfloat16")]
+)
+def test_a_round_trip_keeps_every_bit(case, dtype, mesh, tmp_path):
+    params, config, other = cases.params(case, dtype, mesh), cases.config(case), meshes.make_mesh(1, 4)  # fmt: skip
+    hf_drafter.save(params, config, tmp_path / "one", dtype, [0.5])
     (tmp_path / "one" / "model-00001-of-00002.safetensors").write_bytes(b"an older export")
-    hf_drafter.save(params, config, tmp_path / "one", "float32")
-    again, read = load(tmp_path / "one", meshes.make_mesh(1, 4))
+    hf_drafter.save(params, config, tmp_path / "one", dtype)
+    again, read = load(tmp_path / "one", other, dtype)
     assert again == config
     jax.tree.map(np.testing.assert_array_equal, read, params)
-    wanted = drafters.abstract(config, meshes.make_mesh(1, 4), "train", "float32")
-    jax.tree.map(
-        lambda one, other: one.sharding == other.sharding or pytest.fail(str(one)), read, wanted
+    wanted = drafters.abstract(config, other, "train", dtype)
+    assert jax.tree.map(lambda leaf: leaf.sharding, read) == jax.tree.map(
+        lambda leaf: leaf.sharding, wanted
     )
-    hf_drafter.save(read, again, tmp_path / "two", "float32")
+    hf_drafter.save(read, again, tmp_path / "two", dtype)
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == [
-        "config.json",
-        "model.safetensors",
-    ]
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert files == ["config.json", "model.safetensors"]
 
 
 @pytest.mark.parametrize("case", cases.CASES)
@@ -109,19 +109,20 @@ def test_config_json_alone_describes_the_drafter(case, mesh, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"kind": "eagle"},
-            "vLLM has no EAGLE class for Qwen2: only SGLang loads this drafter; one of kind eagle3 loads in both",
-        ),
-        (
-            {"kind": "eagle", "family": "llama", "qkv_bias": False, "fc_bias": True},
-            "vLLM loads this drafter without the bias of its fc, and drafts worse with it than SGLang",
-        ),
+        ({"kind": "eagle"},
+         "vLLM has no EAGLE class for Qwen2: only SGLang loads this drafter; one of kind eagle3 loads in both"),
+        ({"kind": "eagle", "family": "llama", "qkv_bias": False, "fc_bias": True},
+         "vLLM loads this drafter without the bias of its fc, and drafts worse with it than SGLang"),
         ({"kind": "eagle", "family": "llama", "qkv_bias": False}, None),
         ({"kind": "eagle3"}, None),
+        (cases.CASES["dflash"], None),
+        (cases.CASES["dspark_whole"], None),
+        (cases.CASES["dspark"],
+         "other programs draft from the whole vocabulary with this drafter, not from its draft vocabulary"),
+        (cases.CASES["dspark_bare"], "vLLM loads DSpark drafters with a Markov head only"),
     ],
-)
-def test_what_vllm_does_not_load_is_reported(changes, message):
+)  # fmt: skip
+def test_what_other_programs_do_not_load_is_reported(changes, message):
     assert hf_drafter.caveat(drafters.for_policy(cases.policy(), **changes)) == message
 
 
@@ -247,21 +248,9 @@ def test_layer_ids_are_read_in_both_conventions(outputs, counts, captures):
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
-        (
-            "eagle3",
-            {"architectures": ["LlamaForCausalLM"]},
-            "\\['LlamaForCausalLM'\\] are not a supported drafter.*use Llama",
-        ),
-        (
-            "eagle",
-            {"architectures": ["Qwen2ForCausalLMEagle", "LlamaForCausalLM"]},
-            "are not a supported drafter",
-        ),
-        (
-            "eagle",
-            {"architectures": ["LlamaForCausalLM", "LlamaForCausalLMEagle"]},
-            "are not a supported drafter",
-        ),
+        ("eagle3", {"architectures": ["LlamaForCausalLM"]}, "\\['LlamaForCausalLM'\\] are not a supported drafter.*use Llama"),
+        ("eagle", {"architectures": ["Qwen2ForCausalLMEagle", "LlamaForCausalLM"]}, "are not a supported drafter"),
+        ("eagle", {"architectures": ["LlamaForCausalLM", "LlamaForCausalLMEagle"]}, "are not a supported drafter"),
         ("eagle", {"architectures": None}, "\\[None\\] are not a supported drafter"),
         ("eagle3", {"num_hidden_layers": 2}, "num_hidden_layers 2: only drafters of one layer"),
         ("eagle3", {"hidden_size": 32}, "hidden_size 32 is not the policy's 16"),
@@ -270,55 +259,57 @@ def test_layer_ids_are_read_in_both_conventions(outputs, counts, captures):
         ("eagle", {"vocab_size": 40}, "vocab_size 40 is not the policy's 37"),
         ("eagle3", {"draft_vocab_size": 99}, "draft_vocab_size 99 is not within 1..37"),
         ("eagle3", {"draft_vocab_size": None}, "draft_vocab_size is missing"),
-        (
-            "eagle3",
-            {"draft_vocab_size": 9},
-            "lm_head.weight has shape \\(8, 16\\), config.json says \\(9, 16\\)",
-        ),
+        ("eagle3", {"draft_vocab_size": 9}, "lm_head.weight has shape \\(8, 16\\), config.json says \\(9, 16\\)"),
         ("eagle3", {"tie_word_embeddings": True}, "tie_word_embeddings true"),
         ("eagle3", {"attention_bias": True, "mlp_bias": True}, "attention_bias, mlp_bias true"),
         ("eagle3", {"bias": True}, "bias true"),
         ("eagle3", {"fc_bias": True}, "fc_bias True: not for a drafter of kind eagle3"),
-        (
-            "eagle3",
-            {"norm_before_fc": True, "magic": 3},
-            "names magic, norm_before_fc: unknown here",
-        ),
-        (
-            "eagle3",
-            {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]},
-            "\\[2, 4, 5\\], but \\[1, 2, 3\\] in eagle_config",
-        ),
+        ("eagle3", {"norm_before_fc": True, "magic": 3}, "names magic, norm_before_fc: unknown here"),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, "\\[2, 4, 5\\], but \\[1, 2, 3\\] in eagle_config"),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": "2"}, "'2' is not a list of layer ids"),
-        (
-            "eagle3",
-            {"eagle_aux_hidden_state_layer_ids": [2, 3, 9], "eagle_config": None},
-            "\\(2, 3, 9\\).*has 7 layers",
-        ),
-        (
-            "eagle3",
-            {"eagle_aux_hidden_state_layer_ids": [4, 3, 2], "eagle_config": None},
-            "rising depth",
-        ),
-        (
-            "eagle3",
-            {"eagle_aux_hidden_state_layer_ids": [2, 4], "eagle_config": None},
-            "missing|shape \\(16, 48\\)",
-        ),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 3, 9], "eagle_config": None}, "\\(2, 3, 9\\).*has 7 layers"),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [4, 3, 2], "eagle_config": None}, "rising depth"),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4], "eagle_config": None}, "missing|shape \\(16, 48\\)"),
         ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state false"),
         ("eagle3", {"eagle_config": {"gamma": 1}}, "eagle_config names gamma"),
-        (
-            "eagle3",
-            {"fc_norm": False},
-            "unknown fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight",
-        ),
+        ("eagle3", {"fc_norm": False}, "unknown fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight"),
         ("eagle3_plain", {"fc_norm": True}, "missing fc_norm.0.weight"),
         ("eagle", {"norm_output": True}, "norm_output True: not for a drafter of kind eagle"),
         ("eagle", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ("eagle", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("eagle", {"num_key_value_heads": 3}, "3 KV heads"),
+        ("dflash", {"architectures": ["DFlashDraftModel", "Qwen3ForCausalLM"]}, "not a supported drafter.*DFlashDraftModel"),
+        ("dflash", {"model_type": "gemma4"}, "model_type 'gemma4': only block drafters with layers of qwen3"),
+        ("dflash", {"use_sliding_window": True}, "use_sliding_window true"),
+        ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
+        ("dflash", {"dflash_config": {"mask_token_id": 36, "target_layer_ids": [1], "use_swa": True}},
+         "dflash_config names use_swa: unknown here"),
+        ("dflash", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu'"),
+        ("dflash", {"attention_bias": True}, "attention_bias true"),
+        ("dflash", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
+        ("dflash", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("dflash", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("dflash", {"block_size": None}, "config.json lacks block_size"),
+        ("dflash", {"dflash_config": None}, "config.json lacks mask_token_id"),
+        ("dflash", {"mask_token_id": 35}, "mask_token_id 35, but 36 in dflash_config"),
+        ("dflash", {"dflash_config": {"mask_token_id": 36, "target_layer_ids": "1"}}, "'1' is not a list of layer ids"),
+        ("dflash", {"dflash_config": {"mask_token_id": 36, "target_layer_ids": [1, 7]}}, "\\(2, 8\\), the policy has 7 layers"),
+        ("dflash", {"dflash_config": {"mask_token_id": 37, "target_layer_ids": [1]}}, "mask_token_id 37 is not within 0..36"),
+        ("dflash", {"num_target_layers": 36}, "num_target_layers 36 is not the policy's 7"),
+        ("dflash", {"hidden_size": 32}, "hidden_size 32 is not the policy's 16"),
+        ("dflash", {"target_hidden_size": 32}, "target_hidden_size 32 is not hidden_size 16"),
+        ("dflash", {"draft_vocab_size": 8}, "draft_vocab_size 8: a block drafter with an LM head of its own"),
+        ("dflash", {"markov_rank": 4}, "markov_rank 4: not for a drafter of kind dflash"),
+        ("dflash", {"num_hidden_layers": 3}, "missing layers.2.input_layernorm.weight"),
+        ("dspark", {"markov_head_type": "gated"}, "markov_head_type 'gated' is not supported, only 'vanilla'"),
+        ("dspark", {"confidence_head_with_markov": False}, "confidence_head_with_markov False with markov_rank 6"),
+        ("dspark", {"tlt_draft_vocab_size": 9}, "the draft vocabulary has 8 tokens, draft_vocab_size says 9"),
+        ("dspark", {"tlt_draft_vocab_size": "absent"}, "t2d marks 8 tokens, and config.json has no tlt_draft_vocab_size"),
+        ("dspark", {"magic": 3}, "names magic: unknown here"),
+        ("dflash", {"fc_norm": True, "mlp_bias": True}, "names fc_norm, mlp_bias: unknown here"),
+        ("dflash", {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]}, "but target_layer_ids \\[1, 2, 3, 4\\]"),
     ],
-)
+)  # fmt: skip
 def test_a_config_that_does_not_fit_is_refused_by_name(case, changes, message, written, mesh):
     with pytest.raises(ModelError, match=message):
         load(written(case, **changes), mesh)
@@ -355,8 +346,15 @@ def test_a_config_that_does_not_fit_is_refused_by_name(case, changes, message, w
         ("eagle3_plain", {"d2t": np.arange(37)}, "d2t: "),
         ("eagle3_plain", {"d2t": np.zeros(36, np.int64)}, "d2t has shape \\(36,\\)"),
         ("eagle3_plain", {"t2d": np.arange(37) > 0}, "t2d marks other tokens"),
+        ("dflash", {"hidden_norm.weight": None}, "missing hidden_norm.weight"),
+        ("dflash", {"fc.bias": np.zeros(16, np.float32)}, "unknown fc.bias"),
+        ("dflash", {"fc.weight": np.zeros((16, 48), np.float32)}, "fc.weight has shape \\(16, 48\\)"),
+        ("dflash", {"d2t": np.arange(8)}, "unknown d2t"),
+        ("dspark", {"markov_head.markov_w2.weight": None}, "missing markov_head.markov_w2.weight"),
+        ("dspark", {"markov_head.gate_proj.weight": np.zeros((6, 22), np.float32)}, "unknown markov_head.gate_proj"),
+        ("dspark", {"t2d": None}, "the draft vocabulary has 0 tokens"),
     ],
-)
+)  # fmt: skip
 def test_tensors_that_do_not_fit_are_refused_by_name(case, tensors, message, written, mesh):
     with pytest.raises(ModelError, match=message):
         load(written(case, tensors), mesh)
@@ -373,4 +371,41 @@ def test_positions_and_directories_are_checked(written, mesh, tmp_path):
         load(tmp_path / "nothing", mesh)
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="neither model.safetensors nor"):
+        load(folder, mesh)
+
+
+def test_a_markov_head_is_written_for_every_token(mesh, tmp_path):
+    params = cases.params("dspark", "float32", mesh)
+    hf_drafter.save(params, cases.config("dspark"), tmp_path, "float32")
+    stored = load_file(tmp_path / "model.safetensors")
+    bias = stored["markov_head.markov_w2.weight"]
+    np.testing.assert_array_equal(bias[cases.IDS], params.markov_out)
+    assert not np.delete(bias, cases.IDS, axis=0).any()
+    np.testing.assert_array_equal(np.flatnonzero(stored["t2d"]), cases.IDS)
+
+
+def test_block_drafters_that_other_programs_write_are_read(written, mesh):
+    shape = {"mask_token_id": 36, "target_layer_ids": [1, 2, 3, 4]}
+    frozen = {
+        name: np.zeros((37, 16), np.float32) for name in ("embed_tokens.weight", "lm_head.weight")
+    }
+    folder = written(  # z-lab, and vLLM before 0.20
+        "dflash", architectures=["Qwen3DFlashDraftModel"], auto_map={"AutoModel": "dflash.DFlashDraftModel"},
+        layer_types=["full_attention"] * 2, sliding_window=None, use_sliding_window=False, max_window_layers=2,
+        attention_dropout=0.0, torch_dtype="absent", dtype="bfloat16", dflash_config=shape | {"use_swa": False},
+        eagle_aux_hidden_state_layer_ids=[2, 3, 4, 5],
+    )  # fmt: skip
+    assert load(folder, mesh)[0] == cases.config("dflash")
+    folder = written(  # DeepSpec: nothing nested, frozen copies of the policy's embedding and head
+        "dspark_bare", frozen, dflash_config="absent", tie_word_embeddings=False, markov_head_type="absent",
+        confidence_head_with_markov="absent", layer_types=["full_attention"] * 2,
+    )  # fmt: skip
+    assert load(folder, mesh)[0] == cases.config("dspark_bare")
+    assert load(written("dspark_whole", dflash_config="absent"), mesh)[0].captures == (0, 3, 7)
+
+
+def test_a_mask_embedding_of_its_own_is_refused(written, mesh):
+    folder = written("dflash")
+    (folder / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(ModelError, match="mask_embedding.pt: only a mask that is a token"):
         load(folder, mesh)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import block_cases as cases
+import drafter_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
