@@ -19,7 +19,7 @@ measured. Sections that would start after the time limit are left out and named.
 - job: a few RL steps with drafters and without, of the model in MODEL_DIR (for example SmolLM2-135M-Instruct) on the GSM8K
   files in GSM8K_DIR; share: how many times as fast as without.
 - tune (on a GPU with Triton): milliseconds of the sizes that the attention kernel may have, at most 3 minutes; every result is
-  compared with XLA's. Prints the fastest as code of the kernel's table. Not run unless named.
+  compared with XLA's. Prints the fastest beside the rule's. Not run unless named.
 - tests: those that need a device (`pytest -m device`).
 """
 

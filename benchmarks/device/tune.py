@@ -1,4 +1,4 @@
-"""Which sizes of a Triton kernel are fastest on this device? Prints them as lines of the kernel's table.
+"""Which sizes of a Triton kernel are fastest on this device? Prints them beside those that the kernel's rule gives.
 
 A Case is a kernel at one shape. Every candidate is compared with XLA's result before it is timed.
 """
@@ -17,10 +17,9 @@ import numpy as np
 
 from benchmarks.device import setup
 from benchmarks.device.setup import Device, Row
-from tlt_jax.distributed import mesh as meshes
-from tlt_jax.kernels import attention_sizes, tree_attention
-from tlt_jax.kernels.attention_sizes import SLOTS_PER_QUERY, Sizes
+from tlt_jax.kernels import tree_attention
 from tlt_jax.kernels.fused import Fused
+from tlt_jax.kernels.tree_attention import SLOTS_PER_QUERY, Sizes
 
 SECONDS = 180.0  # of the cases of a kernel
 TIMES = 16  # calls of a program that is timed, for each batch
@@ -48,7 +47,7 @@ class Case:
     """A kernel at one shape; the first candidate is what runs without a measurement.
 
     `error(candidate)`: the largest difference from XLA's result, at most `most`. `seconds(candidate)`: of one call, or of one
-    for each of several batches, which read `read` bytes at least. `line(candidate)`: code of the table.
+    for each of several batches, which read `read` bytes at least.
     """
 
     name: str
@@ -57,7 +56,6 @@ class Case:
     most: float
     seconds: Callable[[Any], float]
     read: float
-    line: Callable[[Any], str]
 
 
 def tune(device: Device) -> Iterator[Row]:
@@ -88,13 +86,14 @@ def measured(cases: list[Case], device: Device) -> Iterator[Row]:
             speed, named = case.read / spent, f"{case.name}, {candidate}"
             yield named, 1e3 * spent, speed / 1e12, "TB/s", speed / rate, "copy", ""
         if found:
-            lines.append(f"    {case.line(min(found, key=found.__getitem__))},")
-    print("\n".join(["", "TABLE = {", *lines, "}"]))
+            fastest = min(found, key=found.__getitem__)
+            lines.append(f"{case.name}: {fastest}; the rule's: {case.candidates[0]}")
+    print("\n".join(["", *lines]))
 
 
 def candidates(queries: int, width: int, slots: int) -> tuple[Sizes, ...]:
     """The rule's sizes and others, all within its bound on partial results."""
-    made = [attention_sizes.rule(queries, width, 2)]
+    made = [tree_attention.rule(queries, width, 2)]
     for tile, columns, warps, stages in TILES[
         "few" if queries <= 16 else "some" if queries <= 64 else "many"
     ]:
@@ -111,9 +110,7 @@ def attention_cases(device: Device) -> list[Case]:
 
 def attention_case(device: Device, nodes: int, width: int) -> Case:
     """Attention of trees of this many nodes, of rows half full; results are compared for rows of all lengths."""
-    from tlt_jax.kernels import tree_attention_triton
-
-    slots, kind = device.shape.slots, meshes.device_kind(device.mesh)
+    slots = device.shape.slots
     timed = [setup.attention_operands(device, batch, nodes, width) for batch in BATCHES]
     q, *rest = timed[-1]
     lengths = jnp.linspace(0, slots, len(q)).astype(jnp.int32)
@@ -122,7 +119,7 @@ def attention_case(device: Device, nodes: int, width: int) -> Case:
 
     def step(sizes: Sizes, state: tuple, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
         q, arrivals = state
-        return tree_attention_triton.attend(q, *rest, arrivals, fused, sizes)
+        return tree_attention.attend_in_kernel(q, *rest, arrivals, fused, sizes)
 
     def state(q: jax.Array, sizes: Sizes) -> tuple[jax.Array, jax.Array]:
         return q, jnp.zeros((*q.shape[:2], sizes.tiles(queries)), jnp.int32)
@@ -145,7 +142,6 @@ def attention_case(device: Device, nodes: int, width: int) -> Case:
 
     heads, itemsize = q.shape[1], q.dtype.itemsize
     read = sum(BATCHES) * heads * width * slots * itemsize  # keys and values, half full
-    key = kind, queries, width, attention_sizes.below(slots), itemsize
     return Case(
         f"tree attention, {queries} queries, width {width}, {slots} slots",
         candidates(queries, width, slots),
@@ -153,5 +149,4 @@ def attention_case(device: Device, nodes: int, width: int) -> Case:
         MOST,
         seconds,
         read,
-        lambda sizes: f"{key!r}: {sizes!r}",
     )

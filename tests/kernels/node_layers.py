@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tlt_jax.distributed.mesh import make_mesh
-from tlt_jax.kernels import product_parts
 from tlt_jax.kernels.fused import ADDED, GATED, HEADS, Fused
 from tlt_jax.models import (
     architecture,
@@ -105,7 +104,6 @@ def interpreted(
     """`both`; `in_parts`: by the kernels of large matrices."""
     if in_parts:
         fused = replace(fused, on=fused.on - {HEADS, ADDED, GATED})
-        product_parts.LEAST_MATRIX = 0
     return both(name, dtype, batch, nodes, fused)
 
 

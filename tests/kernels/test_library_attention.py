@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tlt_jax.kernels import cudnn_attention, packed_attention, splash_attention
+from tlt_jax.kernels import packed_attention
 from tlt_jax.kernels.packed_attention import BLOCKS, CUDNN, SPLASH
 from tlt_jax.shapes import most_segments
 
@@ -67,14 +67,16 @@ def test_splash_attention_has_the_values_and_gradients_of_that_in_blocks(
     width, longest, monkeypatch
 ):
     """Three blocks a row, the last one partly beyond it; with a bound, the last block does not see the first."""
-    monkeypatch.setattr(splash_attention, "BLOCK", 128)
+    monkeypatch.setattr(packed_attention, "SPLASH_BLOCK", 128)
     segments, given = segments_of([[100, 150, 40], [120, 80]], 300), operands(2, width, 300)
-    library = partial(splash_attention.attend, longest=longest, interpret=True)
+    library = partial(packed_attention.attend_by_splash, longest=longest, interpret=True)
     expected = slopes(blocks, given, segments)
     assert_same(slopes(library, given, segments), expected, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("attend", [blocks, partial(splash_attention.attend, interpret=True)])
+@pytest.mark.parametrize(
+    "attend", [blocks, partial(packed_attention.attend_by_splash, interpret=True)]
+)
 def test_keys_of_nan_reach_the_tokens_that_see_them_and_no_other(attend):
     segments, (q, k, v) = jnp.asarray(segments_of([[100, 150, 40], [300]])), operands(2, 64)
     whole, found = (attend(q, one, v, segments) for one in (k, k.at[:, 130:250].set(jnp.nan)))
@@ -91,7 +93,7 @@ def test_keys_of_nan_reach_the_tokens_that_see_them_and_no_other(attend):
 def test_the_layout_is_the_lengths_and_first_tokens_of_all_segments_in_order(seed):
     random = np.random.default_rng(seed)
     rows = [random.integers(1, 9, random.integers(0, 8)).tolist() for _ in range(5)]
-    found = cudnn_attention.layout(jnp.asarray(segments_of(rows, 64)), 7)
+    found = packed_attention.layout(jnp.asarray(segments_of(rows, 64)), 7)
     lengths, starts = [], []
     for index, row in enumerate(rows):
         place = 64 * index
@@ -150,27 +152,29 @@ def stand_in() -> SimpleNamespace:
 
 
 def test_what_cudnn_reads_and_writes_is_attention_within_segments(monkeypatch):
-    monkeypatch.setattr(cudnn_attention, "cudnn", stand_in())
+    monkeypatch.setattr(packed_attention, "cudnn", stand_in())
     segments, given = segments_of(ROWS), operands(4, 8)
     expected = slopes(blocks, given, segments)
-    found = slopes(cudnn_attention.attend, given, segments)
+    found = slopes(packed_attention.attend_by_cudnn, given, segments)
     assert_same(found, expected, rtol=1e-4, atol=2e-5)
-    mixed = cudnn_attention.attend(*given, jnp.asarray(segments))
+    mixed = packed_attention.attend_by_cudnn(*given, jnp.asarray(segments))
     assert (np.asarray(mixed)[segments == 0] == 0).all()
 
 
 def test_segments_beyond_the_bound_are_not_numbers(monkeypatch):
-    monkeypatch.setattr(cudnn_attention, "cudnn", stand_in())
+    monkeypatch.setattr(packed_attention, "cudnn", stand_in())
     segments = segments_of([[2] * (most_segments(128) + 2)], 128)
-    mixed = np.asarray(cudnn_attention.attend(*operands(1, 8, 128), jnp.asarray(segments)))
+    mixed = np.asarray(
+        packed_attention.attend_by_cudnn(*operands(1, 8, 128), jnp.asarray(segments))
+    )
     assert np.isnan(mixed[:, 64:68]).all() and np.isfinite(mixed[:, :64]).all()
     assert np.isfinite(mixed[:, 68:]).all()
 
 
 def test_jax_has_what_is_used_of_its_private_module():
     for name in ("_dot_product_attention_fwd_p", "_dot_product_attention_bwd_p"):
-        assert callable(getattr(cudnn_attention.cudnn, name).bind)
-    assert set(cudnn_attention.options(jnp.zeros((1, 1, 1, 64)))) >= {"mask_type", "layout"}
+        assert callable(getattr(packed_attention.cudnn, name).bind)
+    assert set(packed_attention.options(jnp.zeros((1, 1, 1, 64)))) >= {"mask_type", "layout"}
 
 
 # Which is used

@@ -16,7 +16,7 @@ from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.kernels import product_parts
 from tlt_jax.kernels.fused import PART_ADDED, PART_HEADS
 
-TRITON = "tlt_jax.kernels.product_parts_triton:"
+MODULE = "tlt_jax.kernels.product_parts:"
 # Parts, tokens, nodes of a tree, K, G, E, dtype, whether one matrix has all heads, and whether there are a bias, head norms and
 # a change.
 HEADS = [
@@ -25,7 +25,7 @@ HEADS = [
     (1, 12, 4, 3, 2, 40, "float32", False, True, False, False),
     (2, 5, 1, 2, 4, 128, "bfloat16", False, False, True, False),
 ]
-# Parts, tokens, width, dtype, whether there are a bias and a change.
+# Parts, tokens, width of the result, dtype, whether there are a bias and a change.
 ROWS = [
     (8, 1, 896, "bfloat16", False, False),
     (4, 5, 160, "float32", True, True),
@@ -37,32 +37,40 @@ STATIC = [(32, 3584, 4, 7, 128), (64, 4096, 8, 4, 128), (1, 5120, 8, 5, 128)]
 
 
 def heads_given(S, T, N, K, G, E, dtype, is_joined, has_bias, has_norm, has_change) -> tuple:
-    """The arguments of `product_parts_triton.heads`."""
-    normal, angle = Random(dtype), np.random.default_rng(1).normal(size=(T, E // 2))
-    parts = normal.random.normal(size=(S, T, K * (G + 2) * E)).astype(np.float32)
-    change = normal.random.normal(size=parts.shape[1:]).astype(np.float32)
+    """The arguments of `product_parts.heads`, of a product in S parts."""
+    normal, angle = Random(dtype), np.random.default_rng(1).normal(size=(E // 2, T))
+    width = S * product_parts.LEAST_WIDTH
+    shapes = [(K, G + 2, E)] if is_joined else [(K * G * E,), (K * E,), (K * E,)]
+    change = normal.random.normal(size=(K, G + 2, E, T)).astype(np.float32)
     return (
-        parts, change if has_change else None,
-        normal(K * (G + 2) * E) if has_bias else None,
-        [normal(E), normal(E)] if has_norm else None,
-        [np.cos(3 * angle).astype(normal.dtype), np.sin(3 * angle).astype(normal.dtype)],
-        (K, G, E), is_joined, T // N, EPS, normal.dtype,
+        normal(width, T), [normal(*shape, width, scale=width**-0.5) for shape in shapes],
+        [normal(*shape) if has_bias else None for shape in shapes],
+        (normal(E), normal(E)) if has_norm else (None, None),
+        (np.cos(3 * angle).astype(normal.dtype), np.sin(3 * angle).astype(normal.dtype)),
+        (K, G, E), T // N, EPS, change if has_change else None,
     )  # fmt: skip
 
 
 def heads_wanted(given: tuple) -> list[np.ndarray]:
     """Queries, keys and values in float64."""
-    parts, change, bias, norms, angles, (K, G, E), is_joined, batch, *_ = given
-    cos, sin = (wide(a)[:, None, None] for a in angles)
-    y = wide(parts).sum(0) + sum(wide(one) for one in (change, bias) if one is not None)
-    if is_joined:
+    x, matrices, biases, norms, angles, (K, G, E), batch, _, change = given
+    cos, sin = (wide(a.T)[:, None, None] for a in angles)
+    parts = [wide(x).T @ wide(matrix).reshape(-1, len(x)).T for matrix in matrices]
+    parts = [
+        one if bias is None else one + wide(bias).reshape(-1)
+        for one, bias in zip(parts, biases, strict=True)
+    ]
+    y = np.concatenate(parts, axis=1)
+    if change is not None:
+        y += wide(change).reshape(-1, x.shape[1]).T
+    if len(matrices) == 1:
         y = y.reshape(-1, K, G + 2, E)
     else:
         q, k, v = np.split(y.reshape(-1, K * (G + 2), E), (K * G, K * G + K), axis=1)
         q = q.reshape(-1, K, G, E)
         y = np.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
     qk, v = y[:, :, :-1], y[:, :, -1]
-    if norms:
+    if norms[0] is not None:
         q, k = normed(qk[:, :, :-1], wide(norms[0])), normed(qk[:, :, -1:], wide(norms[1]))
         qk = np.concatenate([q, k], axis=2)
     first, second = np.split(qk, 2, axis=-1)
@@ -74,27 +82,34 @@ def heads_wanted(given: tuple) -> list[np.ndarray]:
 
 def test_parts_become_rotated_heads():
     calls = [heads_given(*case) for case in HEADS]
-    found = triton_runs.interpreted(TRITON + "heads", [(given, {}) for given in calls])
+    found = triton_runs.interpreted(MODULE + "heads", [as_call(given) for given in calls])
     for case, given, results in zip(HEADS, calls, found, strict=True):
         for result, wanted in zip(results, heads_wanted(given), strict=True):
             check(result, wanted, case[6])
 
 
+def as_call(given: tuple) -> tuple[tuple, dict]:
+    """The arguments with the change by name."""
+    return given[:-1], {"change": given[-1]}
+
+
 def test_parts_are_added_and_normed():
     calls = []
     for S, T, out, dtype, has_bias, has_change in ROWS:
-        normal = Random(dtype)
-        parts = normal.random.normal(size=(S, T, out)).astype(np.float32)
-        change = normal.random.normal(size=(T, out)).astype(np.float32) if has_change else None
-        bias = normal(out) if has_bias else None
-        calls.append(((parts, change, 3 * normal(T, out), bias, normal(out), EPS), {}))
-    found = triton_runs.interpreted(TRITON + "added", calls)
-    for (*_, dtype, _, _), ((parts, change, x, bias, norm, *_), _), (total, row) in zip(
+        normal, width = Random(dtype), S * product_parts.LEAST_WIDTH
+        change = normal.random.normal(size=(out, T)).astype(np.float32) if has_change else None
+        calls.append((
+            3 * normal(out, T), normal(width, T), normal(out, width, scale=width**-0.5),
+            normal(out) if has_bias else None, normal(out), EPS, change,
+        ))  # fmt: skip
+    found = triton_runs.interpreted(MODULE + "added", [as_call(given) for given in calls])
+    for (*_, dtype, _, _), (x, y, matrix, bias, norm, _, change), (total, row) in zip(
         ROWS, calls, found, strict=True
     ):
-        more = sum(wide(one) for one in (change, bias) if one is not None)
-        check(total, wide(parts).sum(0) + wide(x) + more, dtype)
-        check(row, normed(wide(total), wide(norm)), dtype)  # of the result as it is stored
+        wanted = wide(x) + wide(matrix) @ wide(y)
+        wanted += 0 if bias is None else wide(bias)[:, None]
+        check(total, wanted + (0 if change is None else wide(change)), dtype)
+        check(row.T, normed(wide(total).T, wide(norm)), dtype)  # of the result as it is stored
 
 
 @pytest.mark.parametrize(
@@ -125,21 +140,19 @@ def test_kernels_read_parts_16_bytes_at_once_and_spill_nothing(
     T, D, K, G, E, monkeypatch, tmp_path
 ):
     pytest.importorskip("jax_triton", reason=triton_runs.REASON)
-    from tlt_jax.kernels import product_parts_triton as ours
+    F = 4 * D
 
-    def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, "bfloat16")
 
-    def both(parts, x, row, heads, bias, head, angle):
-        ours.added(parts, None, x, None, row, EPS, triton_runs.FUSED)
-        norms, angles = [head, head], [angle, angle]
-        return ours.heads(
-            heads, None, bias, norms, angles, (K, G, E), True, T, EPS, "bfloat16", triton_runs.FUSED
-        )
+    def both(x, y, row, down, matrix, bias, head, angle):
+        product_parts.added(x, y, down, None, row, EPS, triton_runs.FUSED)
+        given = (head, head), (angle, angle), (K, G, E), T, EPS, triton_runs.FUSED
+        return product_parts.heads(x, [matrix], [bias], *given)
 
     made = triton_runs.kernels(
-        both, monkeypatch, array(8, T, D, dtype="float32"), array(T, D), array(D),
-        array(4, T, K * (G + 2) * E, dtype="float32"), array(K * (G + 2) * E), array(E), array(T, E // 2),
+        both, monkeypatch, array(D, T), array(F, T), array(D), array(D, F),
+        array(K, G + 2, E, D), array(K, G + 2, E), array(E), array(E // 2, T),
     )  # fmt: skip
     assert [kernel.name for kernel in made] == ["add_norm", "bias_rotary"]
     for kernel in made:

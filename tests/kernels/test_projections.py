@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from kernels import triton_runs
 
-from tlt_jax.kernels import projection_sizes
-from tlt_jax.kernels.projection_sizes import Product, Sizes
+from tlt_jax.kernels import projections
+from tlt_jax.kernels.fused import ADDED, GATED, HEADS
+from tlt_jax.kernels.projections import Product, Sizes
 
 EPS = 1e-6
 # Of the largest number. bfloat16 is rounded to 8 bits: normed inputs, and results.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
-TRITON = "tlt_jax.kernels.projections_triton:"
+MODULE = "tlt_jax.kernels.projections:"
 
 
 class Case(NamedTuple):
@@ -74,21 +75,21 @@ def check(found: np.ndarray, wanted: np.ndarray, dtype: str) -> None:
 
 
 def heads_given(case: Case) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of `projections_triton.heads`."""
+    """The arguments of `projections.heads`."""
     T, K, G, E, In = case.T, case.K, case.G, case.E, case.D * case.inputs
     normal = Random(case.dtype)
     parts = [(K, G + 2, E)] if case.is_joined else [(K * G * E,), (K * E,), (K * E,)]
     angle = 3 * normal.random.normal(size=(T, E // 2))
     given = (
-        [3 * normal(T, case.D) for _ in range(case.inputs)],
+        [3 * normal(T, case.D).T for _ in range(case.inputs)],
         [normal(case.D) for _ in range(case.inputs)],
         [normal(*part, In, scale=In**-0.5) for part in parts],
-        [normal(*part) for part in parts] if case.has_bias else None,
-        [normal(E), normal(E)] if case.has_head_norm else None,
-        [np.cos(angle).astype(normal.dtype), np.sin(angle).astype(normal.dtype)],
+        [normal(*part) if case.has_bias else None for part in parts],
+        (normal(E), normal(E)) if case.has_head_norm else (None, None),
+        (np.cos(angle).astype(normal.dtype).T, np.sin(angle).astype(normal.dtype).T),
         (K, G, E), T // case.N, EPS,
     )  # fmt: skip
-    return given, {"sizes": case.sizes}
+    return given, {"chosen": case.sizes}
 
 
 def heads_wanted(case: Case, given: tuple) -> list[np.ndarray]:
@@ -96,8 +97,8 @@ def heads_wanted(case: Case, given: tuple) -> list[np.ndarray]:
     T, N, K, G, E = case.T, case.N, case.K, case.G, case.E
     inputs, norms, matrices, biases, head_norms, (cos, sin), *_ = given
     pairs = zip(inputs, norms, strict=True)
-    y = np.concatenate([normed(wide(x), wide(norm)) for x, norm in pairs], axis=-1)
-    biases = biases or [np.zeros(matrix.shape[:-1]) for matrix in matrices]
+    y = np.concatenate([normed(wide(x.T), wide(norm)) for x, norm in pairs], axis=-1)
+    biases = [0 if bias is None else bias for bias in biases]
     results = [
         y @ wide(matrix).reshape(-1, matrix.shape[-1]).T + wide(bias).reshape(-1)
         for matrix, bias in zip(matrices, biases, strict=True)
@@ -108,11 +109,11 @@ def heads_wanted(case: Case, given: tuple) -> list[np.ndarray]:
     else:
         q, k, v = (part.reshape(T, K, -1, E) for part in results)
         k, v = k[:, :, 0], v[:, :, 0]
-    if head_norms:
+    if case.has_head_norm:
         q, k = normed(q, wide(head_norms[0])), normed(k, wide(head_norms[1]))
 
     def rotated(x: np.ndarray) -> np.ndarray:
-        c, s = (wide(a).reshape(T, *[1] * (x.ndim - 2), -1) for a in (cos, sin))
+        c, s = (wide(a.T).reshape(T, *[1] * (x.ndim - 2), -1) for a in (cos, sin))
         a, b = x[..., : E // 2], x[..., E // 2 :]
         return np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
 
@@ -122,7 +123,7 @@ def heads_wanted(case: Case, given: tuple) -> list[np.ndarray]:
 
 def test_normed_and_rotated_heads():
     calls = [heads_given(case) for case in CASES]
-    found = triton_runs.interpreted(TRITON + "heads", calls)
+    found = triton_runs.interpreted(MODULE + "heads", calls)
     for case, (given, _), results in zip(CASES, calls, found, strict=True):
         for result, wanted in zip(results, heads_wanted(case, given), strict=True):
             check(result, wanted, case.dtype)
@@ -146,17 +147,17 @@ def test_products_that_are_added():
     for T, out, width, has_bias, dtype, tiles in MATRICES + SPLITS:
         normal = Random(dtype)
         bias = normal(out) if has_bias else None
-        arrays = normal(T, out), normal(T, width), normal(out, width, scale=width**-0.5), bias
+        arrays = normal(T, out).T, normal(T, width).T, normal(out, width, scale=width**-0.5), bias
         arrivals = np.zeros(8, np.int32)
-        calls.append(((*arrays, arrivals), {"sizes": tiles}))
+        calls.append(((*arrays, arrivals), {"chosen": tiles}))
     found, other = (
-        triton_runs.interpreted(TRITON + "added", calls, is_reversed)
+        triton_runs.interpreted(MODULE + "added", calls, is_reversed)
         for is_reversed in (False, True)
     )
     for (given, _), result, again in zip(calls, found, other, strict=True):
         assert result.tobytes() == again.tobytes()  # whichever program comes last
         x, y, matrix, bias = (0 if array is None else wide(array) for array in given[:4])
-        check(result, x + y @ matrix.T + bias, given[0].dtype.name)
+        check(result.T, x.T + y.T @ matrix.T + bias, given[0].dtype.name)
 
 
 @pytest.mark.parametrize("is_joined", [True, False])
@@ -166,29 +167,29 @@ def test_normed_gates(is_joined):
         normal = Random(dtype)
         parts = [(2, out)] if is_joined else [(out,), (out,)]
         given = (
-            3 * normal(T, width), normal(width), [normal(*part, width, scale=width**-0.5) for part in parts],
-            [normal(*part) for part in parts] if has_bias else None, EPS,
+            3 * normal(T, width).T, normal(width), [normal(*part, width, scale=width**-0.5) for part in parts],
+            [normal(*part) if has_bias else None for part in parts], EPS,
         )  # fmt: skip
         tiles = tiles if tiles.rows > 8 else Sizes(16, 256, 4, 4)
-        calls.append((given, {"sizes": tiles}))
-    found = triton_runs.interpreted(TRITON + "gated", calls)
+        calls.append((given, {"chosen": tiles}))
+    found = triton_runs.interpreted(MODULE + "gated", calls)
     for (given, _), (result, arrivals) in zip(calls, found, strict=True):
         assert not arrivals.any()
         x, norm, matrices, biases, _ = given
         gate, up = (wide(m) for m in (matrices[0] if is_joined else matrices))
-        biases = (0, 0) if biases is None else biases[0] if is_joined else biases
-        y = normed(wide(x), wide(norm))
+        biases = (0, 0) if biases[0] is None else biases[0] if is_joined else biases
+        y = normed(wide(x.T), wide(norm))
         gate, up = y @ gate.T + wide(biases[0]), y @ up.T + wide(biases[1])
-        check(result, gate / (1 + np.exp(-gate)) * up, x.dtype.name)
+        check(result.T, gate / (1 + np.exp(-gate)) * up, x.dtype.name)
 
 
 def test_a_token_does_not_depend_on_the_others():
     case = Case(9, 1, 96, 1, 2, 64, "bfloat16", Sizes(16, 64, 4, 3), has_bias=True)
     given, keywords = heads_given(case)
     x = given[0][0].copy()
-    x[4:] = 77 * x[4:]
+    x[:, 4:] = 77 * x[:, 4:]
     one, other = triton_runs.interpreted(
-        TRITON + "heads", [(given, keywords), (([x], *given[1:]), keywords)]
+        MODULE + "heads", [(given, keywords), (([x], *given[1:]), keywords)]
     )
     for first, second in zip(one, other, strict=True):
         assert first[:4].tobytes() == second[:4].tobytes() and first.tobytes() != second.tobytes()
@@ -206,7 +207,7 @@ def test_cache_rows_are_the_nodes_of_each_path_with_finite_values(dtype):
     path = np.array([[0, 3], [0, 0], [4, 1]], np.int32)
     after = normal(2, 2)
     calls = [((*arrays, starts, after, *more), {}) for more in ((), (path,))]
-    found = triton_runs.interpreted("tlt_jax.kernels.cache_rows_triton:write", calls)
+    found = triton_runs.interpreted("tlt_jax.kernels.cache_rows:write_in_kernel", calls)
     for nodes, (keys, values) in zip((np.arange(N)[None].repeat(B, 0), path), found, strict=True):
         wanted_keys, wanted_values = arrays[0].copy(), arrays[1].copy()
         for b in range(B):
@@ -238,18 +239,18 @@ def test_layers_by_kernels_equal_those_of_xla():
     ("product", "runs"),
     [
         (
-            Product("gated", 2 * 18944, 3584, 1, 2),
+            Product(GATED, 2 * 18944, 3584, 1, 2),
             False,
         ),  # a 7B policy: XLA reads large matrices well
-        (Product("heads", 1152, 896, 64, 2), True),
-        (Product("heads", 1152, 896, 65, 2), False),
-        (Product("heads", 1152, 896, 17, 4), False),  # float32
+        (Product(HEADS, 1152, 896, 64, 2), True),
+        (Product(HEADS, 1152, 896, 65, 2), False),
+        (Product(HEADS, 1152, 896, 17, 4), False),  # float32
         (
-            Product("added", 896, 4864, 64, 2),
+            Product(ADDED, 896, 4864, 64, 2),
             False,
         ),  # every program would read all tokens of a wide reduction
-        (Product("added", 896, 4864, 64, 2, can_split=True), True),
+        (Product(ADDED, 896, 4864, 64, 2, can_split=True), True),
     ],
 )
 def test_kernels_run_where_reading_the_matrix_takes_about_as_long_as_a_launch(product, runs):
-    assert (projection_sizes.sizes("a GPU", product) is not None) == runs
+    assert (projections.rule(product) is not None) == runs

@@ -14,8 +14,8 @@ from kernels.devices import on_device
 from kernels.triton_runs import FUSED, REASON, compiled, kernels, resource_usage
 
 from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.kernels import projections
 from tlt_jax.kernels.fused import Fused
-from tlt_jax.kernels.projection_sizes import Product, sizes
 from tlt_jax.models import drafter as drafters, eagle, hf, kv_cache
 
 # (D, F, K, G, E) of Qwen2.5-0.5B, SmolLM2-135M and Qwen3-0.6B; the last norms heads.
@@ -35,45 +35,26 @@ MOST_SHARED = 113 << 10  # bytes of shared memory, so that two programs fit a mu
 
 
 def calls(policy: str, tokens: int, dtype: str):
-    """(product, function of sizes and arrays, arrays) of the kernels of one layer, and of a drafter's queries, keys, values."""
-    from tlt_jax.kernels import projections_triton as ours
-
-    D, F, K, G, E = POLICIES[policy]
-    H, J, T = K * G * E, K * (G + 2) * E, tokens
-    head = E if policy == "qwen3" else 0
+    """(function, arrays) of the kernels of one layer, and of a drafter's queries, keys, values."""
+    (D, F, K, G, E), T = POLICIES[policy], tokens
 
     def array(*shape: int, kind: str = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, kind)
 
-    def product(*what, **more) -> Product:
-        return Product(*what, T, jnp.dtype(dtype).itemsize, **more)
+    x, norm, angle, of_head = array(D, T), array(D), array(E // 2, T), array(E)
+    turned = (of_head, of_head) if policy == "qwen3" else (None, None), (angle, angle)
 
-    x, norm, angle, of_head = array(T, D), array(D), array(T, E // 2), array(E)
-    norms = (of_head, of_head) if head else None
-    common = {"fused": FUSED}
+    def heads(*given):
+        return projections.heads(*given, (K, G, E), T, 1e-6, FUSED)
 
-    def heads(inputs, matrices, biases):
-        arrays = [x] * inputs, [norm] * inputs, matrices, biases, norms, [angle, angle]
-        return lambda sizes, *a: ours.heads(*a, (K, G, E), T, 1e-6, sizes=sizes, **common), arrays
-
-    def added(width, arrivals):
-        arrays = x, array(T, width), array(D, width), norm, arrivals
-        return lambda sizes, *a: ours.added(*a, sizes=sizes, **common), arrays
-
-    yield (
-        product("heads", J, D, head=head),
-        *heads(1, [array(K, G + 2, E, D)], [array(K, G + 2, E)]),
-    )
-    parts = [array(H, 2 * D), array(K * E, 2 * D), array(K * E, 2 * D)]
-    yield product("heads", J, 2 * D, head=head), *heads(2, parts, None)
-    yield product("added", D, H), *added(H, None)
-    yield product("added", D, F, can_split=True), *added(F, array(1024, kind="int32"))
-    gate_up = [x, norm, [array(2, F, D)], [array(2, F)]]
-    yield (
-        product("gated", 2 * F, D),
-        lambda sizes, *a: ours.gated(*a, 1e-6, sizes=sizes, **common),
-        gate_up,
-    )
+    parts = [array(K * G * E, 2 * D), array(K * E, 2 * D), array(K * E, 2 * D)]
+    yield heads, ([x], [norm], [array(K, G + 2, E, D)], [array(K, G + 2, E)], *turned)
+    yield heads, ([x] * 2, [norm] * 2, parts, [None] * 3, *turned)
+    for width, counters in ((K * G * E, None), (F, array(1024, kind="int32"))):
+        added = partial(projections.added, fused=FUSED)
+        yield added, (x, array(width, T), array(D, width), norm, counters)
+    gated = partial(projections.gated, eps=1e-6, fused=FUSED)
+    yield gated, (x, norm, [array(2, F, D)], [array(2, F)])
 
 
 @pytest.mark.gpu
@@ -82,20 +63,17 @@ def test_kernels_read_16_bytes_at_once_and_fit_a_multiprocessor_twice(
     policy, tokens, dtype, monkeypatch, tmp_path
 ):
     pytest.importorskip("jax_triton", reason=REASON)
-    for product, function, arrays in calls(policy, tokens, dtype):
-        tiles = sizes("", product)
-        if tiles is None:
-            continue
-        for kernel in kernels(partial(function, tiles), monkeypatch, *arrays):
+    for function, arrays in calls(policy, tokens, dtype):
+        for kernel in kernels(function, monkeypatch, *arrays):
             usage, code = resource_usage(kernel, tmp_path), compiled(kernel)
             # Registers on the stack are stored before the loop over tiles and read after it: at most 4.
             assert int(re.search(r" STACK:(\d+) ", usage)[1]) <= 16 and " LOCAL:0 " in usage, usage
-            assert code.metadata.shared <= MOST_SHARED, (product, tiles)
+            assert code.metadata.shared <= MOST_SHARED, kernel.name
             copied = re.findall(
                 r"cp\.async\.\w+\.shared\.global \[.*?\], \[.*?\], (\w+)", code.asm["ptx"]
             )
             wide = copied.count("0x10")
-            assert wide >= 0.8 * len(copied) > 0, (product, copied)
+            assert wide >= 0.8 * len(copied) > 0, (kernel.name, copied)
 
 
 @pytest.mark.gpu

@@ -11,6 +11,8 @@ import pytest
 from kernels.devices import on_device
 from kernels.triton_runs import FUSED, REASON, compiled, kernels, resource_usage
 
+from tlt_jax.kernels import token_filter
+
 FILTERS = {"top-p": (0, 0.95), "top-k": (50, 1.0), "both": (20, 0.95)}
 VOCABULARIES = (152064, 49152)
 REGISTERS = 128  # of a thread: two programs of 8 warps fit a multiprocessor
@@ -21,10 +23,8 @@ REGISTERS = 128  # of a thread: two programs of 8 warps fit a multiprocessor
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_three_kernels_read_wide_and_fit_a_multiprocessor_twice(name, vocab, monkeypatch, tmp_path):
     pytest.importorskip("jax_triton", reason=REASON)
-    from tlt_jax.kernels import token_filter_triton
-
     top_k, top_p = FILTERS[name]
-    border = partial(token_filter_triton.border, top_k=top_k, top_p=top_p, fused=FUSED)
+    border = partial(token_filter.border, top_k=top_k, top_p=top_p, fused=FUSED)
     found = kernels(border, monkeypatch, jax.ShapeDtypeStruct((32, vocab), "float32"))
     assert [one.name for one in found] == ["filter_survey", "filter_weigh", "filter_cut"]
     for one in found:

@@ -13,8 +13,8 @@ from kernels import triton_runs
 from kernels.tree_cases import Arguments, Case, arguments, attend
 
 from benchmarks.device import tune
-from tlt_jax.kernels import attention_sizes, tree_attention
-from tlt_jax.kernels.attention_sizes import Sizes
+from tlt_jax.kernels import tree_attention
+from tlt_jax.kernels.tree_attention import Sizes
 
 CASES = [
     Case(2, 7, 1, 128, 1, 512, "float32", (0, 1, 511)),  # plain decoding
@@ -42,7 +42,7 @@ def xla(case: Arguments) -> np.ndarray:
 
 
 def rule(case: Case) -> Sizes:
-    return attention_sizes.rule(case.G * case.N, case.E, np.dtype(case.dtype).itemsize)
+    return tree_attention.rule(case.G * case.N, case.E, np.dtype(case.dtype).itemsize)
 
 
 def interpreted(
@@ -54,7 +54,7 @@ def interpreted(
         B, K, G, N, _ = given.q.shape
         arrivals = np.zeros((B, K, sizes.tiles(G * N)), np.int32)
         calls.append(((*given, arrivals), {"sizes": sizes}))
-    name = "tlt_jax.kernels.tree_attention_triton:attend"
+    name = "tlt_jax.kernels.tree_attention:attend_in_kernel"
     found = triton_runs.interpreted(name, calls, is_reversed)
     assert not any(arrivals.any() for _, arrivals in found)
     return [mixed for mixed, _ in found]
@@ -154,11 +154,9 @@ def test_so_it_does_in_the_kernel():
 
 def test_slots_that_do_not_divide_into_tiles_are_refused():
     pytest.importorskip("jax_triton", reason=triton_runs.REASON)
-    from tlt_jax.kernels import tree_attention_triton
-
     given = arguments(Case(1, 7, 1, 128, 1, 200, "bfloat16", (5,)))
     with pytest.raises(ValueError, match="200 cache slots do not divide into tiles of 64"):
-        tree_attention_triton.attend(
+        tree_attention.attend_in_kernel(
             *given, np.zeros((1, 1, 1), np.int32), triton_runs.FUSED, Sizes(16, 64, 128, 4, 3)
         )
 
@@ -178,7 +176,7 @@ def splits(sizes: Sizes, length: int, slots: int) -> int:
 def test_partial_results_are_at_most_a_twentieth_of_the_cache_that_is_read(nodes, width, itemsize):
     """The last split of a row to finish stores nothing; each of the others stores a result and a level for every query."""
     queries = 7 * nodes
-    sizes = attention_sizes.rule(queries, width, itemsize)
+    sizes = tree_attention.rule(queries, width, itemsize)
     for slots in (1024, 4096, 32768):
         for length in range(1, slots + 1, 37):
             others = splits(sizes, length, slots) - 1
@@ -187,19 +185,5 @@ def test_partial_results_are_at_most_a_twentieth_of_the_cache_that_is_read(nodes
 
 
 def test_a_row_half_of_4096_slots_has_as_many_splits_as_that_allows():
-    found = [splits(attention_sizes.rule(7 * nodes, 128, 2), 2048, 4096) for nodes in (1, 4, 8, 48)]
+    found = [splits(tree_attention.rule(7 * nodes, 128, 2), 2048, 4096) for nodes in (1, 4, 8, 48)]
     assert found == [11, 4, 2, 1]
-
-
-def test_sizes_are_those_of_the_table_and_else_of_the_rule(monkeypatch):
-    measured = Sizes(16, 128, 300, 4, 4)
-    monkeypatch.setattr(attention_sizes, "TABLE", {("NVIDIA H200", 7, 128, 4096, 2): measured})
-    for slots in (4096, 4224, 8064):  # a bucket and the slots of a path
-        assert attention_sizes.sizes("NVIDIA H200", 7, 128, slots, 2) == measured
-    others = [
-        ("NVIDIA H100", 7, 128, 4096, 2), ("NVIDIA H200", 14, 128, 4096, 2), ("NVIDIA H200", 7, 64, 4096, 2),
-        ("NVIDIA H200", 7, 128, 2048, 2), ("NVIDIA H200", 7, 128, 4160, 2), ("NVIDIA H200", 7, 128, 4096, 4),
-    ]  # fmt: skip
-    for kind, queries, width, slots, itemsize in others:
-        expected = attention_sizes.rule(queries, width, itemsize)
-        assert attention_sizes.sizes(kind, queries, width, slots, itemsize) == expected

@@ -17,9 +17,9 @@ from pairwise import matrix
 
 from benchmarks.device import tune
 from tlt_jax.distributed.mesh import make_mesh
-from tlt_jax.kernels import attention_sizes, tree_attention
-from tlt_jax.kernels.attention_sizes import Sizes
+from tlt_jax.kernels import tree_attention
 from tlt_jax.kernels.fused import Fused
+from tlt_jax.kernels.tree_attention import Sizes
 
 # Rows of a key/value head: plain decoding, trees of 4, 8, 12, 24 and 48 nodes, a drafter's extension.
 ROWS = [(7, 1, 1), (7, 4, 4), (7, 8, 8), (7, 12, 12), (7, 24, 24), (7, 48, 48), (1, 1, 9)]
@@ -30,11 +30,9 @@ REGISTERS, SHARED = 65536, 227 << 10  # of a multiprocessor of an H200; bytes
 def kernel(case: Case, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """The one kernel that attention of this case calls."""
     pytest.importorskip("jax_triton", reason=REASON)
-    from tlt_jax.kernels import tree_attention_triton
-
     given, queries = arguments(case), case.G * case.N
     arrivals = np.zeros((len(case.lengths), case.K, sizes.tiles(queries)), np.int32)
-    attend = partial(tree_attention_triton.attend, fused=FUSED, sizes=sizes)
+    attend = partial(tree_attention.attend_in_kernel, fused=FUSED, sizes=sizes)
     (found,) = kernels(attend, monkeypatch, *given, arrivals)
     return found
 
@@ -58,7 +56,7 @@ def test_the_rule_gives_one_kernel_without_spills_that_reads_wide(
     rows, width, dtype, monkeypatch, tmp_path
 ):
     G, N, M = rows
-    sizes = attention_sizes.rule(G * N, width, np.dtype(dtype).itemsize)
+    sizes = tree_attention.rule(G * N, width, np.dtype(dtype).itemsize)
     case = Case(4, G, N, width, M, 4224, dtype, (0, 0))
     check_what_is_compiled(case, sizes, monkeypatch, tmp_path)
 
@@ -78,7 +76,7 @@ def test_partial_results_are_stored_before_they_are_counted_and_counted_before_t
 ):
     """The order of memory: all threads store, a barrier, a release; an acquire, a barrier, loads that bypass the L1 cache."""
     case = Case(4, 7, 1, 128, 1, 4224, "bfloat16", (0, 0))
-    one = kernel(case, attention_sizes.rule(7, 128, 2), monkeypatch)
+    one = kernel(case, tree_attention.rule(7, 128, 2), monkeypatch)
     found = re.findall(
         r"st\.global|ld\.global\.cg|bar\.sync|(?:atom|red|ld)\.global\.gpu\.(?:release|acquire)",
         compiled(one).asm["ptx"],

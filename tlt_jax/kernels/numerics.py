@@ -1,4 +1,4 @@
-"""Products and masks in at least float32, and names of what attention keeps."""
+"""Products and masks in at least float32, names of what attention keeps, and powers of two."""
 
 from __future__ import annotations
 
@@ -45,3 +45,8 @@ def finite(x: Float[Array, "*A"]) -> Float[Array, "*A"]:
 def sound(v: Float[Array, "*A E"]) -> Bool[Array, "*A"]:
     """Whether a token's values are finite; if not, the scores of its keys are NaN, so that all who see it are too."""
     return jnp.all(jnp.isfinite(v), axis=-1)
+
+
+def power(number: int) -> int:
+    """The smallest power of two >= number; 0 of 0."""
+    return 1 << (number - 1).bit_length() if number else 0

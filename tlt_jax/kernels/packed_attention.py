@@ -1,23 +1,36 @@
-"""Causal attention within the segments of packed rows, for training and prefill."""
+"""Causal attention within the segments of packed rows, for training and prefill: in blocks, by splash (TPUs), by cuDNN (GPUs).
+
+JAX has no public API for cuDNN's packed rows. This file binds the private primitives behind jax.nn's
+`implementation="cudnn"`, without their checks, which query a device that is absent during ahead-of-time compilation.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from tlt_jax.distributed.mesh import cuda_capability, is_tpu, partition
-from tlt_jax.kernels import cudnn_attention
-from tlt_jax.kernels.numerics import KEPT, contract, masked
-from tlt_jax.shapes import shaped
+from tlt_jax.kernels.numerics import KEPT, contract, masked, widen
+from tlt_jax.shapes import most_segments, shaped
 
 CUDNN, SPLASH, BLOCKS = "cudnn", "splash", "blocks"
+LANES = 128  # the tokens of a block of splash are a multiple of this
+SPLASH_BLOCK = 512  # tokens of a block of queries, and of keys, unless a row is shorter
+HOPPER = 9, 0  # the first CUDA capability for which cuDNN has packed rows
+WIDEST = 128  # largest head dim; cuDNN takes multiples of EVEN_WIDTH up to it, forward and backward
+EVEN_WIDTH = 8
+# The primitives of JAX 0.12 take a function that changes scores: none here.
+PARAMETERS = inspect.signature(cudnn._dot_product_attention_fwd_impl).parameters
+SCORES = {"score_mod_name": None, "score_mod_jaxpr": None} if "score_mod" in PARAMETERS else {}
 
 
 @jax.named_scope("attention")
@@ -44,12 +57,7 @@ def attend(
     chosen = form(mesh, q.dtype, q.shape[-1], own is not None)
     if chosen == BLOCKS:
         return attend_in_blocks(q, k, v, segments, block, longest, own)
-    if chosen == CUDNN:
-        library = cudnn_attention.attend
-    else:
-        from tlt_jax.kernels import splash_attention  # Pallas takes time to import
-
-        library = partial(splash_attention.attend, longest=longest, kept=KEPT[2])
+    library = partial(attend_by_splash, longest=longest) if chosen == SPLASH else attend_by_cudnn
     rows, heads = partition(("batch",), "train"), partition(("batch", None, "kv_heads"), "train")
     specs = {"in_specs": (heads, heads, heads, rows), "out_specs": heads}
     return jax.shard_map(library, mesh=mesh, **specs, check_vma=False)(q, k, v, segments)
@@ -65,8 +73,8 @@ def form(mesh: Mesh | None, dtype: DTypeLike, head_dim: int, has_own: bool) -> s
         return BLOCKS
     if is_tpu(mesh):
         return SPLASH
-    fits = head_dim <= cudnn_attention.WIDEST and head_dim % cudnn_attention.EVEN_WIDTH == 0
-    return CUDNN if fits and cuda_capability(mesh) >= cudnn_attention.HOPPER else BLOCKS
+    fits = head_dim <= WIDEST and head_dim % EVEN_WIDTH == 0
+    return CUDNN if fits and cuda_capability(mesh) >= HOPPER else BLOCKS
 
 
 @shaped
@@ -141,3 +149,137 @@ def attend_block(
         mixed += contract("bkgtj,btjke->bkgte", weights[..., S:], own[1])
     mixed = checkpoint_name(mixed.astype(v.dtype), KEPT[2]) / total
     return jnp.moveaxis(mixed, 3, 1).astype(v.dtype)
+
+
+@shaped
+def attend_by_splash(
+    q: Float[Array, "B T K G E"],
+    k: Float[Array, "B T K E"],
+    v: Float[Array, "B T K E"],
+    segments: Int[Array, "B T"],
+    longest: int | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B T K G E"]:
+    """`attend` by JAX's splash attention; padding attends to padding. `interpret`: as JAX operations, on any device.
+
+    Blocks of keys that no query of the block may see (later ones, or more than `longest` tokens back) are skipped.
+    """
+    # Pallas takes time to import.
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    B, T, K, G, E = q.shape
+    block = min(SPLASH_BLOCK, -(-T // LANES) * LANES)
+    rows = -(-T // block) * block
+
+    def by_head(x: Array) -> Array:
+        heads = jnp.moveaxis(x.reshape(B, T, -1, E), 1, 2)
+        return jnp.pad(heads, [(0, 0), (0, 0), (0, rows - T), (0, 0)])
+
+    # Splash takes scaled queries. A factor rounded to bfloat16 would bias all scores alike.
+    scaled = (q.astype(widen(q.dtype)) / math.sqrt(E)).astype(q.dtype)
+    padded = jnp.pad(segments, [(0, 0), (0, rows - T)])
+    if longest is None or longest >= rows:
+        mask = splash.CausalMask((rows, rows))
+    else:
+        mask = splash.LocalMask((rows, rows), (longest - 1, 0), 0)
+    places = "block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"
+    attention = splash.make_splash_mha_single_device(
+        splash.MultiHeadMask([mask] * (K * G)),
+        block_sizes=splash.BlockSizes(**dict.fromkeys(places, block)),
+        interpret=interpret,
+        residual_checkpoint_name=KEPT[2],
+    )
+    named = splash.SegmentIds(q=padded, kv=padded)
+    mixed = jax.vmap(attention)(*map(by_head, (scaled, k, v)), named)
+    return jnp.moveaxis(mixed, 1, 2)[:, :T].reshape(q.shape)
+
+
+@shaped
+def attend_by_cudnn(
+    q: Float[Array, "B T K G E"],
+    k: Float[Array, "B T K E"],
+    v: Float[Array, "B T K E"],
+    segments: Int[Array, "B T"],
+) -> Float[Array, "B T K G E"]:
+    """`attend` in bfloat16; 0 at padding.
+
+    The segments of a row are numbered from 1 in order, and padding is last. Tokens of segments beyond
+    shapes.most_segments(T) are NaN; rows of `packing.pack` have none.
+    """
+    mixed = by_cudnn(q.reshape(*q.shape[:2], -1, q.shape[4]), k, v, segments)
+    is_beyond = segments > most_segments(segments.shape[1])
+    return jnp.where(is_beyond[:, :, None, None], jnp.nan, mixed).reshape(q.shape)
+
+
+@shaped
+def layout(
+    segments: Int[Array, "B T"], most: int
+) -> tuple[Int32[Array, "B {most}"], Int32[Array, "B {most}+1"]]:
+    """Lengths of the segments of all rows, and their first tokens in the concatenated rows.
+
+    Both are ordered and left-aligned, as cuDNN reads them; past the last segment they are 0 and B T.
+    """
+    B, T = segments.shape
+    lengths = jnp.sum(segments[:, :, None] == 1 + jnp.arange(most), axis=1, dtype=jnp.int32)
+    starts = jnp.cumsum(lengths, axis=1) - lengths + T * jnp.arange(B, dtype=jnp.int32)[:, None]
+    (present,) = jnp.nonzero(lengths.reshape(-1) > 0, size=B * most, fill_value=B * most)
+    lengths = jnp.take(lengths, present, fill_value=0).reshape(B, most)
+    starts = jnp.take(starts, present, fill_value=B * T)
+    return lengths, jnp.pad(starts, (0, B), constant_values=B * T).reshape(B, most + 1)
+
+
+@jax.custom_vjp
+def by_cudnn(q: Array, k: Array, v: Array, segments: Array) -> Array:
+    """Attention of q [B, T, H, E] to k and v [B, T, K, E], causal within each segment; 0 at padding."""
+    given = operands(q, k, v, segments)
+    (mixed,) = cudnn._dot_product_attention_fwd_p.bind(*given, **options(q), is_training=False)
+    return at_tokens(mixed, segments)
+
+
+def forward(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, tuple]:
+    given = operands(q, k, v, segments)
+    mixed, sums = cudnn._dot_product_attention_fwd_p.bind(*given, **options(q), is_training=True)
+    sums = checkpoint_name(sums, KEPT[1])
+    mixed = checkpoint_name(at_tokens(mixed, segments), KEPT[2])
+    return mixed, (q, k, v, segments, sums, mixed)
+
+
+def backward(residuals: tuple, slope: Array) -> tuple:
+    *given, segments, sums, mixed = residuals
+    slopes = cudnn._dot_product_attention_bwd_p.bind(
+        *operands(*given, segments), sums, mixed, slope, **options(mixed)
+    )
+    return *(at_tokens(slope, segments) for slope in slopes), None
+
+
+by_cudnn.defvjp(forward, backward)
+
+
+def at_tokens(x: Array, segments: Array) -> Array:
+    """cuDNN's output, with 0 at padding, which cuDNN does not write."""
+    return jnp.where((segments > 0)[:, :, None, None], x, 0)
+
+
+def operands(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, ...]:
+    """The primitives' operands: no bias, no pages, and first tokens as memory offsets.
+
+    The offsets of keys are multiples of K E: JAX 0.10 multiplies them by H E, as those of queries.
+    """
+    (H, E), K = q.shape[2:], k.shape[2]
+    lengths, starts = layout(segments, most_segments(segments.shape[1]))
+    none = jnp.zeros(0, q.dtype)
+    return q, k, v, none, lengths, lengths, starts * (H * E), starts * (K * E), none, none
+
+
+def options(q: Array) -> dict:
+    """The primitives' parameters: no dropout, bias or window."""
+    return {
+        "scale": 1 / math.sqrt(q.shape[-1]),
+        "seed": 0,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": cudnn.MaskType.PADDING_CAUSAL,
+        "layout": cudnn.AttentionLayout.BTNH.value,
+        "sliding_window_length": None,
+        **SCORES,
+    }
