@@ -1,12 +1,7 @@
-"""Layers over tree nodes by our kernels and by XLA, side by side; a script that does it on the device of this machine.
-
-As a script it reads a pickled list of arguments of `both`, and writes the platform, the capability for kernels, and results.
-"""
+"""Layers over tree nodes by our kernels and by XLA, side by side."""
 
 from __future__ import annotations
 
-import pickle
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -105,9 +100,3 @@ def interpreted(
     if in_parts:
         fused = replace(fused, on=fused.on - {HEADS, ADDED, GATED})
     return both(name, dtype, batch, nodes, fused)
-
-
-if __name__ == "__main__":
-    fused = Fused.of(make_mesh(1, 1))
-    found = [both(*case, fused) for case in pickle.load(sys.stdin.buffer)]
-    pickle.dump((jax.default_backend(), fused.capability, found), sys.stdout.buffer)
