@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from tlt_jax.models import architecture, drafter as drafters, low_rank
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.models.drafter import DrafterConfig, DrafterParams
 from tlt_jax.models.low_rank import Lora
-from tlt_jax.rollout import bindings, exchange, ngram_memory
+from tlt_jax.rollout import bindings, exchange, kernel_check, ngram_memory
 from tlt_jax.rollout.events import Listener
 from tlt_jax.rollout.executables.background import Early
 from tlt_jax.rollout.executables.compilation import Executables, log_compile
@@ -76,8 +76,8 @@ class Engine(Scheduling):
         self.captures_states = captures_states
         self.lora = low_rank.kept_apart(lora, config.model.compute_dtype)
         self.groups = [meshes.data_group(mesh, index) for index in range(mesh.shape["data"])]
-        self.fused = [Fused.of(group) for group in self.groups]
         self.local_groups = local_groups(mesh, self.job)
+        self.fused = self.checked_kernels()
         self.basis = tuner_basis(config, mesh, self.drafter_kind)
         self.ngram_memory = None
         if config.speculation.drafter in (NGRAM, ADAPTIVE):
@@ -95,6 +95,17 @@ class Engine(Scheduling):
             self.reshard_drafter = jax.jit(
                 reshard, out_shardings=drafters.shardings(drafter, mesh, "rollout")
             )
+
+    def checked_kernels(self) -> list[Fused]:
+        """The fused kernels of each data group: those that are right on the devices of every process."""
+        nodes, dtype = (
+            max(arm.nodes for arm in (PLAIN, *self.arms)),
+            self.config.model.compute_dtype,
+        )
+        shapes = kernel_check.Shapes(self.model_config, self.learned, nodes, dtype, self.lora)
+        fused = Fused.of(self.groups[self.local_groups[0]])
+        fused = kernel_check.checked(fused, shapes, self.job)
+        return [replace(fused, mesh=group) for group in self.groups]
 
     def shapes(self, drafter: DrafterConfig | None) -> list[GroupShapes]:
         """Policy and drafters bound to every data group; with a learned drafter the policy captures its features."""
