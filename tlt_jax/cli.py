@@ -62,6 +62,10 @@ COMMANDS = {
         "tlt_jax.simulate",
         "Runs RL steps in virtual time on a table of costs: what they would take with and without drafting.",
     ),
+    "doctor": Command(
+        "tlt_jax.doctor",
+        "Says what of this machine and installation is wrong, and what to do; its output belongs into a bug report.",
+    ),
     "make-tiny-model": Command(
         "tlt_jax.make_tiny_model",
         "Makes a tokenizer and a small random model from a text file, for dry runs.",

@@ -181,6 +181,11 @@ def prune(folder: Path, now: float) -> None:
                 path.unlink()
 
 
+def folder_of(folder: str) -> Path:
+    """The folder of rollout.compile_cache; "": the default one."""
+    return Path(folder).expanduser() if folder else Path.home() / ".cache" / "tlt_jax" / "xla"
+
+
 def use_compile_cache(folder: str) -> ExecutableCache:
     """Turns on JAX's persistent compilation cache in `folder` ("": the default one, "off": none), and prunes it.
 
@@ -189,7 +194,7 @@ def use_compile_cache(folder: str) -> ExecutableCache:
     """
     if folder == "off":
         return ExecutableCache()
-    path = Path(folder).expanduser() if folder else Path.home() / ".cache" / "tlt_jax" / "xla"
+    path = folder_of(folder)
     if reason := unwritable(path):
         log.warning(UNWRITABLE, path, reason)
         if not os.access(path, os.R_OK | os.X_OK):
