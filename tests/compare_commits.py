@@ -28,7 +28,7 @@ from safetensors.numpy import load_file
 
 SHORT = (
     "--config configs/quickstart.yaml --sft.steps 40 --train.steps 3 --train.row_tokens 256"
-    " --rollout.prompts 16 --rollout.batch_buckets [16,64] --eval.every 0 --checkpoint.every 0"
+    " --rollout.prompts 16 --eval.every 0 --checkpoint.every 0"
     " --drafter_training.rollouts 1 --drafter_training.steps 20"
 ).split()
 DRAFTED = "--train.steps 2 --speculation.tuner fixed --speculation.drafter".split()

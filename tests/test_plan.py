@@ -348,8 +348,8 @@ def test_drafting_stays_in_its_data_group_and_copies_no_cache(drafter, tmp_path)
         "4",
         "--model.init.head_dim",
         "32",
-        "--rollout.cache_buckets",
-        "[4096]",
+        *("--rollout.max_new_tokens", "4080", "--train.row_tokens", "0"),
+        *("--model.init.max_position_embeddings", "4096"),
     )
     drafting = DRAFTERS[drafter]
     if drafter == "dspark":

@@ -15,7 +15,7 @@ from tlt_jax.distributed import process
 # A 7B policy of two layers; only its chunks, which compile in half a minute on two cores (the whole command: one or two).
 SIZES = [
     "--config", "configs/math_qwen2.5_7b_pod.yaml", "--mesh.data", "1", "--model.init.num_hidden_layers", "2",
-    "--rollout.max_new_tokens", "3072", "--rollout.cache_buckets", "[4096]", "--rollout.slots", "32",
+    "--rollout.max_new_tokens", "3072", "--rollout.slots", "32",
     "--speculation.strategies", "['4_2_8']",
 ]  # fmt: skip
 CHUNKS = """

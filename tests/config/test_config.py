@@ -190,13 +190,9 @@ def test_the_file_changes_defaults_and_the_command_line_changes_the_file(write):
 
 def test_overrides_reach_lists_texts_and_keys_of_mappings(write):
     arguments = [
-        "--rollout.batch_buckets",
-        "[1, 64]",
         "--run",
         "0012",
         "--rollout.stop=['\\n\\n', 'yes']",
-    ]
-    arguments += [
         "--model.init.rope_scaling.factor",
         "2.0",
         "--reward.terms.my.module:score",
@@ -204,7 +200,7 @@ def test_overrides_reach_lists_texts_and_keys_of_mappings(write):
         "--run=on",
     ]
     got = parse([*write(), *arguments])
-    assert got.rollout.batch_buckets == [1, 64] and got.run == "on"
+    assert got.rollout.stop == ["\\n\\n", "yes"] and got.run == "on"
     assert got.model.init == {
         "model_type": "qwen2",
         "hidden_size": 32,
@@ -332,7 +328,6 @@ WRONG = [
     ),
     ("--rollout.temperature .nan", "a finite number"),
     ("--checkpoint.export 1", "checkpoint.export 1 has the wrong type: write true or false"),
-    ("--rollout.batch_buckets 4", "rollout.batch_buckets 4 has the wrong type: write a list"),
     ("--reward.terms [task]", "reward.terms ['task'] has the wrong type: write a mapping"),
     ("--rollout.stop [1", "is not valid YAML"),
     (
@@ -405,9 +400,6 @@ WRONG = [
     ("--mesh.data 2 --mesh.model 2 --mesh.fake_devices 2", "set mesh.fake_devices 4"),
     ("--mesh.data 2 --train.rows 3", "train.rows 3 does not divide by mesh.data 2"),
     ("--train.row_tokens 128", "use at least 768, or 0"),
-    ("--rollout.batch_buckets [4,1]", "rollout.batch_buckets [4, 1] must increase: use [1, 4]"),
-    ("--rollout.batch_buckets [1,16]", "add 64, or set rollout.slots 16"),
-    ("--rollout.cache_buckets [64]", "add a bucket of at least 768"),
     ("--profile.steps 5-3", "profile.steps '5-3' is not a range of steps"),
     ("--optim.beta1 1", "optim.beta1 1.0 is too large: use less than 1"),
     ("--train.seed 4294967296", "train.seed 4294967296 is too large: use at most 4294967295"),

@@ -13,7 +13,6 @@ import test_speculation as speculation
 import tiny_engine as tiny
 
 from tlt_jax.config.schema import Speculation
-from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.metrics import names
 from tlt_jax.models import drafter as drafters, eagle
@@ -37,15 +36,8 @@ ARMS = ["ngram:2_1_3", "learned:2_1_3", "learned:3_2_7", "merged:3_2_7"]
 
 def adaptive(kind: str = "eagle3", data: int = 1, settings=SETTINGS, **rollout) -> Engine:
     """The engine; the sizes of the learned drafter are those of an untrained one."""
-    plain = tiny.engine_of(data, **rollout)
-    config = replace(plain.config, speculation=settings)
-    return Engine(
-        config,
-        tiny.MODEL,
-        plain.mesh,
-        stop_tokens(tiny.STOPS),
-        drafters.for_policy(tiny.MODEL, kind),
-    )
+    learned = drafters.for_policy(tiny.MODEL, kind)
+    return tiny.with_drafter(tiny.engine_of(data, **rollout), settings, learned)
 
 
 def in_turn(arms) -> Tuner:

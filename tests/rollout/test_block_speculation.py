@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import identity
 import jax
@@ -13,11 +12,9 @@ import test_speculation as speculation
 import tiny_engine as tiny
 
 from tlt_jax.config.schema import Speculation
-from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.errors import ConfigError
 from tlt_jax.keys import TRAIN_STREAM, sequence_keys
 from tlt_jax.models import drafter as drafters
-from tlt_jax.rollout.engine import Engine
 from tlt_jax.spec_decode.strategy import PLAIN, name
 
 small_pool = tiny.small_pool
@@ -65,9 +62,8 @@ def drafting(
 ):
     """An engine with a block drafter that uses the strategies in turn, and the published weights."""
     plain = tiny.engine_of(data, model, dtype, policy, **rollout)
-    config = replace(plain.config, speculation=Speculation(drafter=drafter, strategies=strategies))
     own, params = drafter_of(kind, plain.mesh, policy, dtype)
-    engine = Engine(config, policy, plain.mesh, stop_tokens(tiny.STOPS), own)
+    engine = tiny.with_drafter(plain, Speculation(drafter=drafter, strategies=strategies), own)
     engine.tuner = speculation.in_turn(
         [*map(name, engine.arms)] if drafter == "adaptive" else strategies
     )

@@ -12,7 +12,6 @@ import pytest
 import test_engine as tiny
 import test_speculation as drafting
 
-from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.models import architecture, drafter as drafters, transformer
@@ -52,9 +51,7 @@ def engine_of(kind: str, data: int, model: int, captures_states: bool) -> tuple[
             kind, ["2_1_3"], data, model, captures_states=captures_states, **SHAPE
         )
     plain = tiny.engine_of(data, model, **SHAPE)
-    engine = Engine(
-        plain.config, tiny.MODEL, plain.mesh, stop_tokens(tiny.STOPS), None, captures_states
-    )
+    engine = tiny.with_drafter(plain, plain.config.speculation, None, captures_states)
     return engine, engine.publish(tiny.params_of(engine))
 
 

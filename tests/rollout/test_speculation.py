@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 from functools import cache
 
 import identity
@@ -18,7 +17,6 @@ import tiny_engine as tiny
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.data.packing import PackedRows
-from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.drafter import (
     recipe as drafter_recipe,
@@ -107,14 +105,13 @@ def speculating(
     plain = tiny.engine_of(data, model, dtype, policy, **rollout)
     name = drafter if drafter == "ngram" else "a directory"
     settings = Speculation(drafter=name, strategies=strategies)
-    config = replace(plain.config, speculation=settings)
     mesh, own, params = plain.mesh, None, None
     if drafter != "ngram":
         own, params = (
             drafters.for_policy(policy, **KINDS[drafter]),
             drafter_of(drafter, mesh, policy, dtype),
         )
-    engine = Engine(config, policy, mesh, stop_tokens(tiny.STOPS), own, captures_states)
+    engine = tiny.with_drafter(plain, settings, own, captures_states)
     engine.tuner = in_turn(strategies)
     return engine, engine.publish(tiny.params_of(engine), params)
 

@@ -39,8 +39,9 @@ CACHE = os.environ["TLT_JAX_TEST_PROGRAMS"]  # of executables, which many cases 
 
 
 def engine_of(
-    data: int = 1, model: int = 1, dtype: str = "float64", policy: ModelConfig = MODEL, **rollout
-) -> Engine:
+    data: int = 1, model: int = 1, dtype: str = "float64", policy: ModelConfig = MODEL,
+    batch_buckets=(), cache_buckets=(), **rollout,
+) -> Engine:  # fmt: skip
     config = Config(
         model=ModelSection(compute_dtype=dtype, param_dtype=dtype),
         data=Data(max_prompt_tokens=20),
@@ -55,7 +56,20 @@ def engine_of(
         ),
         speculation=Speculation("none"),
     )
-    return Engine(config, policy, meshes.make_mesh(data, model), stop_tokens(STOPS))
+    mesh = meshes.make_mesh(data, model)
+    return Engine(
+        config, policy, mesh, stop_tokens(STOPS), batch_buckets=batch_buckets, cache_buckets=cache_buckets
+    )  # fmt: skip
+
+
+def with_drafter(
+    plain: Engine, speculation: Speculation, drafter=None, captures_states=False
+) -> Engine:
+    """An engine of the same policy, mesh and sizes that drafts."""
+    return Engine(
+        replace(plain.config, speculation=speculation), plain.model_config, plain.mesh, plain.stops, drafter,
+        captures_states, batch_buckets=plain.batches, cache_buckets=plain.caches,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from tlt_jax.train import step_metrics
 CONFIG = """
 run: runs/none
 mesh: {data: 2, model: 1}
-rollout: {prompts: 4, samples: 4, max_new_tokens: 300, chunk: 16, batch_buckets: [2, 8], cache_buckets: [512]}
+rollout: {prompts: 4, samples: 4, max_new_tokens: 300, chunk: 16}
 speculation: {drafter: ngram, strategies: ["3_1_4"]}
 model: {init: {model_type: qwen2, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 512,
         num_key_value_heads: 2, intermediate_size: 128, max_position_embeddings: 512}}

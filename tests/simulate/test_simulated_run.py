@@ -11,6 +11,7 @@ import pytest
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Data, Rollout, Speculation, Train
 from tlt_jax.errors import ConfigError, DataError
+from tlt_jax.rollout import scheduling
 from tlt_jax.rollout.executables.programs import Decode, StateShape
 from tlt_jax.simulate import acceptance, lengths, run
 from tlt_jax.simulate.acceptance import Acceptances, Curve
@@ -72,12 +73,11 @@ def steps_of(name, given, config=None):
     return run.simulate(config or configuration(), name, given)
 
 
-def test_virtual_time_is_exact_for_a_plain_rollout_of_one_group():
+def test_virtual_time_is_exact_for_a_plain_rollout_of_one_group(monkeypatch):
     """Two rows in one bucket: 100 rounds of both, then 60 of one; what a row reads grows by one token a round."""
     costs = table(rows=(2,), held=512.0)
-    config = configuration(
-        prompts=1, samples=2, batch_buckets=[2], cache_buckets=[1024], chunk=50, slots=2, max_new_tokens=1000
-    )  # fmt: skip
+    config = configuration(prompts=1, samples=2, chunk=50, slots=2, max_new_tokens=992)
+    monkeypatch.setattr(scheduling, "doubling", lambda first, last: [last])  # one bucket each
     (step,) = steps_of("plain", world(costs, Given(100, 160), steps=1), config)
     fixed, each, _ = costs.shape(2, PLAIN)
     read = sum((20 + t + 0.5) / 2 * (2 if t < 100 else 1) for t in range(160))
@@ -95,15 +95,15 @@ def test_virtual_time_is_exact_for_a_plain_rollout_of_one_group():
     assert chunks_without_rounds == pytest.approx(0.0, abs=3 * 0.01 * fixed)
     assert step.seconds["publish"] == pytest.approx(0.25)
     padded = (
-        2 * 1152
-    )  # a row for two of the longest examples, 32 + 1000 tokens rounded up to a multiple of 128
+        2 * 1024
+    )  # a row for two of the longest examples, 32 + 992 tokens rounded up to a multiple of 128
     assert step.seconds["update"] == pytest.approx(costs.seconds("update", padded))
     assert step.total == sum(step.seconds.values())
 
 
 def test_a_rollout_waits_for_its_first_programs_as_long_as_they_compile():
     """Start, prefill, admission and a chunk: 0.07, 0.4, 0.3 and 1 times the 0.5 s of a plain chunk; once for all groups."""
-    config = configuration(prompts=4, samples=1, batch_buckets=[2], cache_buckets=[1024], slots=2)
+    config = configuration(prompts=4, samples=1, slots=2)
     given = world(answers=Given(20, 20, 20, 20), groups=2, steps=2, compiles=True)
     cold, again = steps_of("plain", given, config)
     warm, _ = steps_of("plain", replace(given, compiles=False), config)
@@ -115,7 +115,7 @@ def test_a_rollout_waits_for_its_first_programs_as_long_as_they_compile():
 
 def test_the_host_delays_a_rollout_and_every_program_on_an_idle_device():
     """One row, one chunk at a time in flight would wait for each; of two in flight only the first waits."""
-    config = configuration(prompts=1, samples=1, batch_buckets=[1], cache_buckets=[1024], slots=1)
+    config = configuration(prompts=1, samples=1, slots=1)
     costs = table(rows=(1,))
     delayed = CostTable((*costs.rows, Row("begin", 0.5, "measured"), Row("host", 0.03, "measured")))
     first, second = (

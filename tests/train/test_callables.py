@@ -257,10 +257,10 @@ def test_a_function_that_takes_or_returns_something_else_is_one_line(tmp_path, g
 
 def test_values_of_python_are_those_of_the_command_line():
     given = {"train.steps": np.int64(3), "optim.learning_rate": np.float32(0.5), "rollout.stop": ("\n", "x"),
-             "run": Path("a b"), "rollout.batch_buckets": np.array([1, 256]), "data.system": "8",
+             "run": Path("a b"), "data.system": "8",
              "rollout.samples": "4", "checkpoint.export": np.bool_(False)}  # fmt: skip
     words = ["--train.steps", "3", "--optim.learning_rate", "0.5", "--rollout.stop", '["\\n", "x"]', "--run", "a b",
-             "--rollout.batch_buckets", "[1, 256]", "--data.system", "8", "--rollout.samples", "4",
+             "--data.system", "8", "--rollout.samples", "4",
              "--checkpoint.export", "false"]  # fmt: skip
     typed = configuration.parse(["--config", "quickstart", *words])
     assert tlt_jax.load_config("quickstart", given) == typed

@@ -26,7 +26,6 @@ BFLOAT16 = {
     "rollout.prompts": 4,
     "rollout.samples": 4,
     "rollout.slots": 6,
-    "rollout.batch_buckets": [2, 6],
     "rollout.max_new_tokens": 32,
     "rollout.chunk": 4,
     "train.steps": STEPS,

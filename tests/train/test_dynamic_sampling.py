@@ -139,7 +139,7 @@ def test_a_step_starts_with_the_prompts_that_the_last_one_did_not_need(run):
     "name, knobs, seconds",
     [
         ("drafts", {"speculation.drafter": "ngram", "speculation.strategies": ["2_1_3"]}, "0"),
-        ("rows", {"rollout.slots": 2, "rollout.batch_buckets": [1, 2]}, "0.02"),
+        ("rows", {"rollout.slots": 2}, "0.02"),
         ("idle", ADAPTIVE_KNOBS, "0.01"),
     ],
 )
@@ -201,7 +201,7 @@ def test_a_run_without_it_goes_on_with_it_from_where_it_was(run, still, configur
 
 
 def test_two_processes_train_as_one_does(run, configure, tmp_path):
-    knobs = DYNAMIC | {"mesh.fake_devices": 2, "rollout.slots": 2, "rollout.batch_buckets": [2]}
+    knobs = DYNAMIC | {"mesh.fake_devices": 2, "rollout.slots": 2}
     config = configure(tmp_path / "two", knobs)
     with Job(config, 2, by_launcher=True, TOY_REWARD_SECONDS="0.01") as job:
         assert job.wait() == [cli.DONE], job.said()

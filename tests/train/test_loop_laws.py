@@ -24,12 +24,12 @@ from tlt_jax.train.trainer import Trainer
 SAMPLES, STEPS = 3, 8
 STILL = {
     "rollout.prompts": 1, "rollout.samples": SAMPLES, "rollout.max_new_tokens": 12,
-    "rollout.cache_buckets": [32], "reward.terms": {"toy_rewards:digest": 1.0},
+    "reward.terms": {"toy_rewards:digest": 1.0},
     "train.steps": 2, "eval.every": 1, "eval.samples": SAMPLES,
 }  # fmt: skip
 ARMED = {
     "rollout.prompts": 2, "rollout.samples": 8, "rollout.max_new_tokens": 1,
-    "rollout.cache_buckets": [32], "reward.terms": {"toy_rewards:digits": 1.0},
+    "reward.terms": {"toy_rewards:digits": 1.0},
     "optim.learning_rate": 0.05, "train.steps": STEPS, "train.row_tokens": 16, "train.rows": 8,
     "eval.every": 0,
 }  # fmt: skip

@@ -37,7 +37,7 @@ KNOBS = {
     "model.init": observed.TINY["model.init"] | {"initializer_range": 0.5},
     "rollout.prompts": 4, "rollout.samples": 3, "rollout.temperature": 0.8, "rollout.top_k": 7,
     "rollout.top_p": 0.9, "rollout.max_new_tokens": 10, "rollout.stop": ["=", "::"],
-    "rollout.slots": 12, "rollout.batch_buckets": [12], "rollout.cache_buckets": [32],
+    "rollout.slots": 12,
     "reward.terms": {"toy_rewards:digest": 20.0},
     "algorithm.advantage": "rloo", "algorithm.aggregation": "sequence_mean",
     "algorithm.clip_low": 0.05, "algorithm.clip_high": 0.3, "algorithm.entropy_coef": 0.5,

@@ -34,7 +34,7 @@ KNOBS = {
     "model.param_dtype": "float64", "model.compute_dtype": "float64",
     "model.init": observed.TINY["model.init"] | {"initializer_range": 0.5},
     "rollout.prompts": 4, "rollout.samples": 4, "rollout.max_new_tokens": LONGEST, "rollout.stop": ["=", "::"],
-    "rollout.slots": 16, "rollout.batch_buckets": [16], "rollout.cache_buckets": [32],
+    "rollout.slots": 16,
     "reward.terms": {"toy_rewards:digest": 2.0},
     "reward.overlong_buffer": BUFFER, "reward.overlong_factor": FACTOR,
     "algorithm.overlong": "filtered", "algorithm.advantage": "rloo",

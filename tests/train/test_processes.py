@@ -28,7 +28,6 @@ KNOBS = ADAPTIVE | {
     "mesh.fake_devices": GROUPS,
     "rollout.prompts": 8,
     "rollout.slots": 4,  # a data group waits for rows, and others take what it has not started
-    "rollout.batch_buckets": [4],
     "eval.every": 2,
     "checkpoint.export": True,
     "processes.lost_s": 5.0,

@@ -294,7 +294,7 @@ def test_a_longer_run_that_died_before_its_export_has_the_new_policy_in_the_end(
 
 def test_the_policy_does_not_depend_on_how_the_rollout_was_cut(whole, tmp_path, monkeypatch):
     monkeypatch.setattr(engine_module, "IN_FLIGHT", 1)
-    rollout = replace(whole.rollout, slots=2, chunk=3, batch_buckets=[2])
+    rollout = replace(whole.rollout, slots=2, chunk=3)
     config = replace(
         whole,
         run=str(tmp_path),
@@ -473,7 +473,8 @@ def test_every_chunk_that_ran_is_written_with_what_was_predicted_and_measured(dr
             answer[5] for answer in completions(drafted)[name]
         )
         assert {line["strategy"] for line in lines} <= {"off", "2_2_4"}
-        assert {line["reason"] for line in lines} <= {"never tried", "epsilon", "best median"}
+        reasons = {line["reason"].partition(", while")[0] for line in lines}
+        assert reasons <= {"never tried", "epsilon", "best median"}
         assert all(
             line["measured"] * line["seconds"] == pytest.approx(line["tokens"]) for line in lines
         )

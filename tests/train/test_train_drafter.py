@@ -46,7 +46,6 @@ KNOBS = {
     "speculation.drafter": "none",
     "rollout.temperature": 0.0,
     "rollout.slots": 32,
-    "rollout.batch_buckets": [32],
     "train.row_tokens": 64,
     "train.rows": 8,
     "drafter_training.kind": "eagle",

@@ -37,7 +37,6 @@ KNOBS = {
     "speculation.drafter": "none",
     "rollout.chunk": 4,
     "rollout.slots": 3,
-    "rollout.batch_buckets": [3],
     "train.steps": STEPS,
     "train.row_tokens": 64,
     "mesh.data": 2,

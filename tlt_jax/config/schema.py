@@ -196,16 +196,6 @@ class Rollout:
     slots: int = knob(
         0, "sequences that a data group decodes at once; 0: all of its share", at_least=0
     )
-    batch_buckets: list[int] = knob(
-        [],
-        "batch sizes to compile when the payback exceeds the compile cost; empty: powers of two, and slots",
-        at_least=1,
-    )
-    cache_buckets: list[int] = knob(
-        [],
-        "cache lengths to compile in the same way; empty: doubling from 256 to prompt + answer",
-        at_least=1,
-    )
     chunk: int = knob(16, "maximum decoding rounds between two polls by the host", at_least=1)
     deterministic: bool = knob(
         False,

@@ -266,7 +266,7 @@ def validate_dynamic_sampling(config: Config) -> None:
 
 
 def validate_shapes(config: Config) -> None:
-    """Raises ConfigError when rows, buckets or the mesh do not divide, or are too small."""
+    """Raises ConfigError when rows or the mesh do not divide, or are too small."""
     mesh, train, rollout = config.mesh, config.train, config.rollout
     if mesh.fake_devices and mesh.data * mesh.model > mesh.fake_devices:
         raise ConfigError(
@@ -283,23 +283,6 @@ def validate_shapes(config: Config) -> None:
             f"train.row_tokens {train.row_tokens} is shorter than data.max_prompt_tokens "
             f"{config.data.max_prompt_tokens} + rollout.max_new_tokens {rollout.max_new_tokens}: use at "
             f"least {longest}, or 0"
-        )
-    for name, buckets in (("batch", rollout.batch_buckets), ("cache", rollout.cache_buckets)):
-        if sorted(set(buckets)) != buckets:
-            raise ConfigError(
-                f"rollout.{name}_buckets {buckets} must increase: use {sorted(set(buckets))}"
-            )
-    capacity = rollout.slots or -(-rollout.prompts // mesh.data) * rollout.samples
-    if rollout.batch_buckets and rollout.batch_buckets[-1] < capacity:
-        raise ConfigError(
-            f"rollout.batch_buckets end at {rollout.batch_buckets[-1]}, and a data group decodes {capacity} sequences at "
-            f"once: add {capacity}, or set rollout.slots {rollout.batch_buckets[-1]}"
-        )
-    longest = config.data.max_prompt_tokens + answer_limit(config)
-    if rollout.cache_buckets and rollout.cache_buckets[-1] < longest:
-        raise ConfigError(
-            f"rollout.cache_buckets end at {rollout.cache_buckets[-1]}, and data.max_prompt_tokens + the "
-            f"longest answer is {longest}: add a bucket of at least {longest}"
         )
 
 

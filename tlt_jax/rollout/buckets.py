@@ -7,11 +7,6 @@ import itertools
 FIRST_CACHE_BUCKET = 256
 
 
-def batch_buckets(slots: int) -> list[int]:
-    """Powers of two below `slots`, and `slots`; the planner compiles those that pay off."""
-    return doubling(1, slots)
-
-
 def doubling(first: int, last: int) -> list[int]:
     """first, twice that, ... below last, and last."""
     return [*itertools.takewhile(lambda size: size < last, (first << i for i in range(64))), last]

@@ -54,7 +54,8 @@ class Engine(Scheduling):
     `use_learned` decides whether the learned drafter is used; `tuner` holds the functions of the tuner, whose state a rollout
     is given and returns. With `captures_states` the programs keep the policy's normed last hidden states next to the
     features, for harvesters. `lora`: the adapters of the policies that are published. Each process of a `job` has an engine
-    for its `local_groups`; all of them call `publish` and `run` together. Losing an engine costs compilations and speed.
+    for its `local_groups`; all of them call `publish` and `run` together. Ascending `batch_buckets` and `cache_buckets`: see
+    Scheduling. Losing an engine costs compilations and speed.
     Raises ConfigError when a data group lies on several processes.
     """
 
@@ -68,10 +69,14 @@ class Engine(Scheduling):
         captures_states: bool = False,
         job: Job | None = None,
         lora: Lora | None = None,
+        batch_buckets: Sequence[int] = (),
+        cache_buckets: Sequence[int] = (),
     ):
         job, is_cpu = job or Job(), meshes.is_cpu(mesh)
         cache = use_compile_cache(config.rollout.compile_cache)
-        super().__init__(config, drafter, mesh.shape["data"], is_cpu, job)
+        super().__init__(
+            config, drafter, mesh.shape["data"], is_cpu, job, batch_buckets, cache_buckets
+        )
         self.model_config, self.mesh, self.stops = model_config, mesh, stops
         self.captures_states = captures_states
         self.lora = low_rank.kept_apart(lora, config.model.compute_dtype)

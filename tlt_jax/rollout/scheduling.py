@@ -17,7 +17,7 @@ from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import drafter as drafters
 from tlt_jax.models.drafter import DrafterConfig
-from tlt_jax.rollout.buckets import FIRST_CACHE_BUCKET, batch_buckets, bucket_width, doubling
+from tlt_jax.rollout.buckets import FIRST_CACHE_BUCKET, bucket_width, doubling
 from tlt_jax.rollout.scheduler import deterministic
 from tlt_jax.rollout.scheduler.payback import Payback
 from tlt_jax.spec_decode.interface import DecodingParams
@@ -33,10 +33,20 @@ class Scheduling:
     `drafter` is the configuration of the learned drafter while it is used, `learned` the same whether it is used or not;
     `cost_table`: of a deterministic rollout, whose decisions do not depend on a clock. Raises ConfigError for batch
     buckets that do not hold a group's sequences.
+
+    Ascending `batch_buckets` and `cache_buckets`: the rows and cache slots to compile when that pays; by default powers of
+    two and the rows of a group, and doubling from 256 to prompt + answer.
     """
 
     def __init__(
-        self, config: Config, drafter: DrafterConfig | None, groups: int, is_cpu: bool, job: Job
+        self,
+        config: Config,
+        drafter: DrafterConfig | None,
+        groups: int,
+        is_cpu: bool,
+        job: Job,
+        batch_buckets: Sequence[int] = (),
+        cache_buckets: Sequence[int] = (),
     ):
         self.config, self.job, self.group_count = config, job, groups
         self.drafter = self.learned = drafter
@@ -57,10 +67,10 @@ class Scheduling:
         self.capacity = config.rollout.slots or self.share(
             config.rollout.prompts, config.rollout.samples
         )
-        self.batches = config.rollout.batch_buckets or batch_buckets(self.capacity)
+        self.batches, self.caches = batch_buckets or doubling(1, self.capacity), cache_buckets
         if self.batches[-1] < self.capacity:
             raise ConfigError(
-                f"rollout.batch_buckets end at {self.batches[-1]}, and a data group decodes {self.capacity} sequences at "
+                f"batch_buckets end at {self.batches[-1]}, and a data group decodes {self.capacity} sequences at "
                 f"once: add {self.capacity}, or set rollout.slots {self.batches[-1]}"
             )
         self.rollouts = itertools.count()
@@ -74,7 +84,7 @@ class Scheduling:
     def cache_buckets(
         self, prompts: Sequence[np.ndarray], max_new_tokens: int | Sequence[int]
     ) -> list[int]:
-        """Cache lengths to compile: those of the configuration, and what these prompts need beyond it."""
+        """Cache lengths to compile: those of the engine, and what these prompts need beyond it."""
         lengths, limit = (
             np.asarray([len(prompt) for prompt in prompts]),
             int(np.max(max_new_tokens)),
@@ -82,5 +92,5 @@ class Scheduling:
         need = max(int(np.max(lengths + max_new_tokens)), bucket_width(int(lengths.max())))
         usual = self.config.data.max_prompt_tokens
         usual = max(usual + max(limit, self.config.rollout.max_new_tokens), bucket_width(usual))
-        buckets = self.config.rollout.cache_buckets or doubling(FIRST_CACHE_BUCKET, usual)
+        buckets = self.caches or doubling(FIRST_CACHE_BUCKET, usual)
         return [*buckets, *doubling(2 * buckets[-1], need)] if need > buckets[-1] else buckets

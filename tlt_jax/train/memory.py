@@ -208,8 +208,7 @@ def caches(config: Config, shapes: GroupShapes, batch: int) -> dict[str, int]:
 def cache_slots(config: Config) -> int:
     """Slots of the longest cache that a rollout of training or evaluation uses."""
     prompt = config.data.max_prompt_tokens
-    longest = max(prompt + validate.answer_limit(config), bucket_width(prompt))
-    return next((size for size in config.rollout.cache_buckets if size >= longest), longest)
+    return max(prompt + validate.answer_limit(config), bucket_width(prompt))
 
 
 def device_memory(mesh: Mesh) -> int:
