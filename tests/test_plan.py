@@ -31,7 +31,7 @@ from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.train import memory
 from tlt_jax.train.policy_update import Recipe
 from tlt_jax.tuner import make
-from tlt_jax.tuner.arms import parse_arms
+from tlt_jax.tuner.baselines import parse_arms
 from tlt_jax.tuner.interface import Measurement
 
 TINY = [

@@ -42,7 +42,7 @@ from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.interface import NO_DRAFTER, DecodingParams, Drafter, Target, stateless
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, PLAIN, Strategy
 from tlt_jax.spec_decode.tree_drafter import Coupling, LearnedState, learned_drafter, merged_drafter
-from tlt_jax.tuner import fixed
+from tlt_jax.tuner import baselines
 from tlt_jax.tuner.interface import Measurement
 
 DECAY = 0.7
@@ -284,7 +284,7 @@ def pool(rows) -> np.ndarray:
 
 def bucketed(batches, slots, strategy: Strategy = PLAIN):
     """The decisions that always take one strategy."""
-    return Planner(batches, slots, fixed.fixed(strategy)).decide
+    return Planner(batches, slots, baselines.fixed(strategy)).decide
 
 
 @dataclass

@@ -23,7 +23,7 @@ from tlt_jax.rollout.executables.protocols import Program
 from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
-from tlt_jax.tuner import fixed
+from tlt_jax.tuner import baselines
 
 V = 12
 TABLE = toys.table(V, scale=1.0)
@@ -63,13 +63,13 @@ class Scripted(Planner):
     """Chooses `first` for the first chunk and WANTED from then on; calls `after` before each choice."""
 
     def __init__(self, first: Strategy, after, batches):
-        super().__init__(batches, (64,), fixed.fixed(first))
+        super().__init__(batches, (64,), baselines.fixed(first))
         self.after = after
 
     def worth_compiling(self, view, candidates):
         self.after()
         if view.retired:
-            self.tuner = fixed.fixed(WANTED)
+            self.tuner = baselines.fixed(WANTED)
         return super().worth_compiling(view, candidates)
 
 

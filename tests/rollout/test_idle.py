@@ -18,7 +18,7 @@ from tlt_jax.rollout.scheduler import driver
 from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.rollout.scheduler.state import GroupState
 from tlt_jax.simulate import simulator
-from tlt_jax.tuner import fixed
+from tlt_jax.tuner import baselines
 
 PIECE = 0.013  # seconds
 GROUPS = 3
@@ -67,7 +67,7 @@ def play(work=None, least=0.0, expected=lambda: math.inf, seed=0, **rest):
     """A rollout with or without idle work: result, driver, work, looks."""
     programs = in_scenario(Scenario(scenarios.gpu, 0.7), scenarios.long_tailed(1200))
     work = work and work(programs, **rest)
-    planner, looks = Planner((1, 2, 4, 8, 16), (2048,), fixed.fixed("off")), []
+    planner, looks = Planner((1, 2, 4, 8, 16), (2048,), baselines.fixed("off")), []
     contexts = scenarios.contexts(programs, request(seed), planner, GROUPS)
     rollout = driver.start(contexts, [looks.append], clock=programs.clock)
     background = IdleDriver(rollout, work, 5, GROUPS, least, expected) if work else None

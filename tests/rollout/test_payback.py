@@ -17,7 +17,7 @@ from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.rollout.scheduler.state import GroupView
 from tlt_jax.simulate import simulator
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
-from tlt_jax.tuner import cost_model, fixed, goodput
+from tlt_jax.tuner import baselines, cost_model, goodput
 from tlt_jax.tuner.interface import Cell
 
 TREE = Strategy(3, 1, 4)
@@ -144,7 +144,7 @@ CASES = [
 @pytest.mark.parametrize("rollouts, unit, quality", CASES)
 def test_drafting_makes_no_run_slower_at_any_compile_cost(rollouts, unit, quality):
     scenario = Scenario(scenarios.cpu, quality)
-    plain, _ = whole_run(fixed.fixed(PLAIN), rollouts, unit, scenario)
+    plain, _ = whole_run(baselines.fixed(PLAIN), rollouts, unit, scenario)
     taken, _ = whole_run(goodput.goodput(SHIPPED, node_cost=1 / 8), rollouts, unit, scenario)
     assert taken < 1.05 * plain
 
@@ -163,7 +163,7 @@ def slowdown(scale, rollouts, groups):
     """
     scenario = Scenario(lambda *cell: scale * scenarios.cpu(*cell), 0.2)
     rest = {"unit": 1.0, "groups": groups, "loading": 0.3, "scenario": scenario}
-    plain, _ = whole_run(fixed.fixed(PLAIN), rollouts, **rest)
+    plain, _ = whole_run(baselines.fixed(PLAIN), rollouts, **rest)
     taken, _ = whole_run(goodput.goodput(SHIPPED, node_cost=1 / 8), rollouts, **rest)
     return taken / plain
 
@@ -201,7 +201,7 @@ def test_a_long_run_gets_the_gain_of_small_batches_and_drafting():
         tuner = tuner or goodput.goodput(SHIPPED, node_cost=node)
         return whole_run(tuner, 12, 0.2, Scenario(round_cost, 0.8), **rest)[0]
 
-    plain = fixed.fixed(PLAIN)
+    plain = baselines.fixed(PLAIN)
     one_size = seconds(scenarios.cpu, 1 / 8, plain, batches=(48,))
     assert seconds(scenarios.cpu, 1 / 8, plain) < 0.8 * one_size
     assert seconds(scenarios.gpu, 1 / 200) < 0.7 * seconds(scenarios.gpu, 1 / 200, plain)
@@ -216,7 +216,7 @@ def test_no_chunk_waits_for_fewer_rows_than_are_live():
         Cell(2, 1024, PLAIN),
         Cell(1, 256, PLAIN),
     }
-    planner = Planner(BATCHES, SLOTS, fixed.fixed(PLAIN))
+    planner = Planner(BATCHES, SLOTS, baselines.fixed(PLAIN))
     for kept in (compiled, compiled - {Cell(4, 1024, PLAIN)}):
         decision = planner.decide(view, Some(kept))
         assert decision.batch == min(cell.batch for cell in kept if cell.batch >= 3)
@@ -236,14 +236,14 @@ class Some:
 
 
 def test_a_fixed_policy_gets_its_strategy_at_any_compile_cost():
-    _, chunks = whole_run(fixed.fixed(TREE), 1, 30.0)
+    _, chunks = whole_run(baselines.fixed(TREE), 1, 30.0)
     assert {one.strategy for one in chunks} == {TREE}
 
 
 def test_without_compile_costs_every_bucket_is_the_smallest_that_fits():
     programs = in_scenario(Scenario(scenarios.cpu, 0.7), scenarios.long_tailed(600))
     request = scenarios.request([64] * 12, 4, 600, seed=0, capacity=48)
-    planner = Planner(BATCHES, SLOTS, fixed.fixed(PLAIN))
+    planner = Planner(BATCHES, SLOTS, baselines.fixed(PLAIN))
     rollout = driver.start(scenarios.contexts(programs, request, planner), clock=programs.clock)
     result = simulator.simulate(rollout, programs)
     assert {one.batch for one in result.measurements} == set(BATCHES)
@@ -255,6 +255,6 @@ def test_the_first_cache_holds_all_sequences_unless_a_long_run_can_use_a_shorter
         payback.begin(left, 48)
         seen = {"tokens": 64, "limit": 664, "widest": 64, "rounds": 16, "batch": 0, "slots": 0}
         view = GroupView(0, 0, 48, **seen)
-        return Planner(BATCHES, SLOTS, fixed.fixed(PLAIN), None, payback, 664).first(view)
+        return Planner(BATCHES, SLOTS, baselines.fixed(PLAIN), None, payback, 664).first(view)
 
     assert first(2) == Cell(48, 1024, PLAIN) and first(1e6) == Cell(48, 256, PLAIN)

@@ -34,8 +34,8 @@ from tlt_jax.simulate.simulator import Marker, VirtualClock, noiseless_seconds
 from tlt_jax.simulate.trees import Trees
 from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
-from tlt_jax.tuner import fixed, goodput
-from tlt_jax.tuner.arms import parse_arms
+from tlt_jax.tuner import baselines, goodput
+from tlt_jax.tuner.baselines import parse_arms
 
 SHIPPED = Speculation().strategies
 ARMS = parse_arms(SHIPPED)
@@ -72,7 +72,7 @@ def run(
     listeners=(),
 ):
     """(result, state of the tuner) of a simulated rollout."""
-    planner = Planner(batches, slots, tuner or fixed.fixed("off"), state)
+    planner = Planner(batches, slots, tuner or baselines.fixed("off"), state)
     contexts = scenarios.contexts(programs, request, planner, groups)
     rollout = driver.start(contexts, listeners, clock=programs.clock)
     return simulator.simulate(rollout, programs), planner.state
@@ -93,7 +93,9 @@ def answers(result):
 
 def test_every_sequence_ends_with_its_drawn_length_or_at_its_limit():
     lengths, request = scenarios.long_tailed(2000), long_tail()
-    result, _ = run(in_scenario(Scenario(scenarios.gpu, 0.7), lengths), request, fixed.fixed(TREE))
+    result, _ = run(
+        in_scenario(Scenario(scenarios.gpu, 0.7), lengths), request, baselines.fixed(TREE)
+    )
     drawn = [lengths(key) for key in request.keys]
     assert [len(one.tokens) for one in result.completions] == [
         min(length, LONGEST) for length in drawn
@@ -114,7 +116,7 @@ def test_a_sequence_that_ends_at_its_limit_has_stopped_and_a_longer_one_is_cut()
 
 
 SCHEDULES = [
-    {}, {"tuner": fixed.fixed(TREE)}, {"tuner": goodput.goodput(SHIPPED)}, {"groups": 3},
+    {}, {"tuner": baselines.fixed(TREE)}, {"tuner": goodput.goodput(SHIPPED)}, {"groups": 3},
     {"batches": (64,), "slots": (2048,)},
     {"groups": 2, "tuner": goodput.goodput(SHIPPED)},
 ]  # fmt: skip
@@ -142,7 +144,9 @@ def test_rounds_accept_the_same_of_a_sequence_in_any_rows_and_groups():
     rounds = []
     for groups, batches in ((1, BATCHES), (1, (48,)), (3, BATCHES)):
         programs = in_scenario(Scenario(scenarios.gpu, 0.7), scenarios.long_tailed(LONGEST))
-        result, _ = run(programs, long_tail(), fixed.fixed(TREE), batches=batches, groups=groups)
+        result, _ = run(
+            programs, long_tail(), baselines.fixed(TREE), batches=batches, groups=groups
+        )
         rounds.append(sum(one.row_rounds for one in result.measurements))
     assert len(set(rounds)) == 1
 
@@ -164,7 +168,7 @@ def test_reports_count_what_verification_counts():
     result, _ = run(
         in_scenario(Scenario(scenarios.gpu, 0.7), scenarios.long_tailed(LONGEST)),
         long_tail(),
-        fixed.fixed(TREE),
+        baselines.fixed(TREE),
     )
     rows = sum(one.row_rounds for one in result.measurements)
     nodes, promised, accepted = result.reliability
@@ -222,7 +226,7 @@ def test_decisions_and_counts_equal_those_of_real_programs_with_the_same_answers
         for one in real.completions
     }
     programs = ScenarioPrograms(by_hand, certain, lambda key: ends[tuple(key)], VirtualClock())
-    result, _ = run(programs, request, fixed.fixed(strategy), **buckets)
+    result, _ = run(programs, request, baselines.fixed(strategy), **buckets)
     assert repr(result.decisions) == repr(real.decisions)  # nan != nan
     assert [(one.kind, one.batch) for one in result.spans] == [
         (one.kind, one.batch) for one in real.spans
@@ -301,7 +305,7 @@ def test_two_groups_take_as_long_as_the_slower_one_which_steals():
 def test_a_clock_that_jumps_gives_the_results_of_one_that_waits():
     def rollout_with(wait):
         programs = in_scenario(Scenario(scenarios.cpu, 0.8), scenarios.long_tailed(LONGEST))
-        planner = Planner(BATCHES, SLOTS, fixed.fixed(TREE))
+        planner = Planner(BATCHES, SLOTS, baselines.fixed(TREE))
         rollout = driver.start(
             scenarios.contexts(programs, long_tail(), planner, 2), clock=programs.clock
         )
@@ -448,7 +452,7 @@ def test_the_goodput_tuner_shortens_long_tails_and_comes_close_to_the_oracle(
     state, _ = decoded(scenario, tuner, 4)
     _, results = decoded(scenario, tuner, 2, seed=1, state=state)
     _, best = decoded(scenario, scenarios.oracle(scenario, ARMS), 2, seed=1)
-    _, plain = decoded(scenario, fixed.fixed("off"), 2, seed=1)
+    _, plain = decoded(scenario, baselines.fixed("off"), 2, seed=1)
     assert seconds(best) / seconds(results) > share
     assert seconds(plain) / seconds(results) > gain
 
@@ -492,7 +496,7 @@ def test_windows_of_ended_sequences_are_harvested_at_the_cost_of_a_copy():
 
     programs = counted(3, 70, 5, costs=costs)
     request = scenarios.request([5], 3, 100, seed=0, capacity=2, in_flight=1)
-    contexts = scenarios.contexts(programs, request, Planner((2,), SLOTS, fixed.fixed("off")))
+    contexts = scenarios.contexts(programs, request, Planner((2,), SLOTS, baselines.fixed("off")))
     contexts = [replace(one, harvester=Whole()) for one in contexts]
     rollout = driver.start(contexts, [lambda look: found.extend(look.events)], clock=programs.clock)
     simulator.simulate(rollout, programs)
@@ -504,7 +508,7 @@ def test_windows_of_ended_sequences_are_harvested_at_the_cost_of_a_copy():
 def test_a_stopped_rollout_returns_its_partial_sequences():
     programs = in_scenario(Scenario(scenarios.gpu, 0.6), scenarios.long_tailed(LONGEST))
     contexts = scenarios.contexts(
-        programs, long_tail(capacity=16), Planner(BATCHES, SLOTS, fixed.fixed(TREE)), 2
+        programs, long_tail(capacity=16), Planner(BATCHES, SLOTS, baselines.fixed(TREE)), 2
     )
     rollout = driver.start(
         contexts, [lambda look: look.began > 1.5 and rollout.stop()], clock=programs.clock
@@ -541,8 +545,8 @@ def random_scenario(seed: int):
     most = topk + (depth - 1) * topk**2 + 1  # nodes of such a tree
     tree = Strategy(depth, topk, int(draw.integers(min(depth + 1, most), min(most, 48) + 1)))
     tuner = [
-        fixed.fixed(tree),
-        fixed.threshold([tree], int(draw.integers(1, 64))),
+        baselines.fixed(tree),
+        baselines.threshold([tree], int(draw.integers(1, 64))),
         goodput.goodput([tree, *ARMS[:1]]),
     ][seed % 3]
     first = int(draw.choice([32, 64, 256]))

@@ -32,7 +32,7 @@ from tlt_jax.rollout.engine import Engine
 from tlt_jax.spec_decode.interface import Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.tuner import interface
-from tlt_jax.tuner.arms import parse_arms
+from tlt_jax.tuner.baselines import parse_arms
 from tlt_jax.tuner.interface import Choice, Tuner
 
 small_pool = tiny.small_pool

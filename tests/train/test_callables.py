@@ -24,7 +24,7 @@ from tlt_jax.data import tasks
 from tlt_jax.errors import ConfigError, UserError
 from tlt_jax.rewards import Scorer
 from tlt_jax.train import loop
-from tlt_jax.tuner.fixed import fixed
+from tlt_jax.tuner.baselines import fixed
 
 ROOT = Path(tlt_jax.__file__).parents[1]
 TINY = {

@@ -13,7 +13,7 @@ from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.optimizer import Adam, create
 from tlt_jax.train import run_state
 from tlt_jax.train.run_state import RunState
-from tlt_jax.tuner import beg_mab, fixed
+from tlt_jax.tuner import baselines
 
 ADAM = Adam(1e-3, 10)
 BASIS = {"speculation.tuner": "beg_mab", "version": 3}
@@ -37,7 +37,7 @@ def trained(seed: int):
 @pytest.fixture
 def state() -> RunState:
     """The state after seven steps."""
-    tuner = {**beg_mab.begin_beg_mab(), "choices": 5, "rewards": {"4/off": [9.5]}}
+    tuner = {**baselines.begin_beg_mab(), "choices": 5, "rewards": {"4/off": [9.5]}}
     return RunState(7, trained(0), trained(1), tuner)
 
 
@@ -57,7 +57,7 @@ def test_what_is_saved_is_restored(state, tmp_path):
     with Store(tmp_path) as store:
         run_state.save(store, state, BASIS, {"eval/mean@1": 0.5})
         store.wait()
-        found = run_state.restore(store, like(state), beg_mab.beg_mab(["2_2_4"]), BASIS)
+        found = run_state.restore(store, like(state), baselines.beg_mab(["2_2_4"]), BASIS)
         assert store.index(7)["metrics"] == {"eval/mean@1": 0.5}
     assert found.step == 7 and found.tuner == state.tuner
     assert_equal((found.policy, found.drafter), (state.policy, state.drafter))
@@ -69,7 +69,7 @@ def test_a_checkpoint_of_the_first_format_is_read(state, tmp_path):
         meta = {"tuner": {"basis": BASIS, "state": state.tuner}}
         store.save(7, {"policy": state.policy}, meta)
         store.wait()
-        tuner = beg_mab.beg_mab(["2_2_4"])
+        tuner = baselines.beg_mab(["2_2_4"])
         found = run_state.restore(store, like(state).replace(drafter=None), tuner, BASIS)
     assert found.drafter is None and found.tuner == state.tuner
     assert_equal(found.policy, state.policy)
@@ -89,8 +89,8 @@ def test_a_tuner_that_learns_costs_alone_begins_without_a_word(state, tmp_path, 
     with Store(tmp_path) as store:
         run_state.save(store, state, BASIS)
         store.wait()
-        found = run_state.restore(store, like(state), fixed.fixed("off"), {"version": 4})
-    assert found.tuner == fixed.fixed("off").init() and not caplog.records
+        found = run_state.restore(store, like(state), baselines.fixed("off"), {"version": 4})
+    assert found.tuner == baselines.fixed("off").init() and not caplog.records
 
 
 def test_the_state_is_a_pytree_of_what_is_trained(state):

@@ -56,7 +56,7 @@ from tlt_jax.train import (
 )
 from tlt_jax.train.evaluation import Evaluated, Evaluator
 from tlt_jax.train.trainer import Trainer
-from tlt_jax.tuner import beg_mab
+from tlt_jax.tuner import baselines
 
 DRAFTED = {
     "speculation.drafter": "ngram",
@@ -429,8 +429,8 @@ def drafted(shared, configure):
     """
     config = configure(shared / "drafted", DRAFTED | {"train.steps": 3, "eval.every": 0})
     with pytest.MonkeyPatch.context() as patched:
-        known = {**beg_mab.begin_beg_mab(), "choices": 20, "rewards": {"3/off": [100.0]}}
-        patched.setattr(beg_mab, "begin_beg_mab", lambda: known)
+        known = {**baselines.begin_beg_mab(), "choices": 20, "rewards": {"3/off": [100.0]}}
+        patched.setattr(baselines, "begin_beg_mab", lambda: known)
         assert loop.train(config) == cli.DONE
     return config
 
@@ -492,7 +492,7 @@ def test_every_chunk_that_ran_is_written_with_what_was_predicted_and_measured(dr
 def test_other_strategies_reset_the_tuner_and_change_no_bit(drafted, tmp_path, monkeypatch, caplog):
     config = stopped_after(2, drafted, tmp_path / "run")
     config = replace(config, speculation=replace(config.speculation, strategies=["1_1_2"]))
-    assert first_state(monkeypatch, config) == beg_mab.begin_beg_mab()
+    assert first_state(monkeypatch, config) == baselines.begin_beg_mab()
     lines = [line for line in caplog.messages if "tuner" in line]
     assert lines == [
         "the tuner starts from scratch: its saved state is of another speculation.strategies"

@@ -9,14 +9,14 @@ import pytest
 from tuner_rollouts import measured
 
 from tlt_jax.spec_decode.strategy import PLAIN, parse
-from tlt_jax.tuner import beg_mab, fixed, goodput
+from tlt_jax.tuner import baselines, goodput
 from tlt_jax.tuner.interface import EVALUATION, TRAINING, Cell
 
 ARM = parse("2_2_4")
 MAKERS = {
     "goodput": lambda: goodput.goodput([ARM]),
-    "beg_mab": lambda: beg_mab.beg_mab([ARM]),
-    "fixed": lambda: fixed.fixed(ARM),
+    "beg_mab": lambda: baselines.beg_mab([ARM]),
+    "fixed": lambda: baselines.fixed(ARM),
 }
 
 

@@ -17,15 +17,15 @@ from tlt_jax.config import schema
 from tlt_jax.config.schema import Speculation
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
-from tlt_jax.tuner import acceptance, beg_mab, cost_model, fixed, goodput, make
-from tlt_jax.tuner.arms import EXAMPLE_ARMS, PAPER_ARMS, bucketed, parse_arms, strategies_for
+from tlt_jax.tuner import acceptance, baselines, cost_model, goodput, make
+from tlt_jax.tuner.baselines import EXAMPLE_ARMS, PAPER_ARMS, bucketed, parse_arms, strategies_for
 from tlt_jax.tuner.interface import Cell
 
 ARMS = parse_arms(EXAMPLE_ARMS)
 MAKERS = {
-    "fixed": lambda: fixed.fixed("6_4_16"),
-    "threshold": lambda: fixed.threshold(PAPER_ARMS, 32),
-    "beg_mab": lambda: beg_mab.beg_mab(ARMS),
+    "fixed": lambda: baselines.fixed("6_4_16"),
+    "threshold": lambda: baselines.threshold(PAPER_ARMS, 32),
+    "beg_mab": lambda: baselines.beg_mab(ARMS),
     "goodput": lambda: goodput.goodput(ARMS),
 }
 
@@ -205,7 +205,7 @@ def test_cells_are_forgotten_oldest_first():
 
 
 def test_fixed_always_chooses_its_strategy():
-    tuner = fixed.fixed("4_2_8")
+    tuner = baselines.fixed("4_2_8")
     state = tuner.observe(tuner.init(), measured(strategies.parse("4_2_8"), per_round=9.0))
     assert tuner.choose(state, 60, 64, 512)[1].strategy == Strategy(4, 2, 8)
 
@@ -215,12 +215,12 @@ def test_fixed_always_chooses_its_strategy():
     [(33, 64, "off"), (32, 64, "7_4_8"), (17, 64, "7_4_8"), (3, 4, "8_4_32"), (1, 1, "8_4_48")],
 )
 def test_threshold_speculates_when_few_are_live(live, batch, text):
-    choice = fixed.threshold(PAPER_ARMS, 32).choose({}, live, batch, 512)[1]
+    choice = baselines.threshold(PAPER_ARMS, 32).choose({}, live, batch, 512)[1]
     assert strategies.name(choice.strategy) == text
 
 
 def test_beg_mab_tries_every_arm_once_before_values_decide():
-    tuner, tried = beg_mab.beg_mab(["4_2_8", "2_4_8"], epsilon=0.0), []
+    tuner, tried = baselines.beg_mab(["4_2_8", "2_4_8"], epsilon=0.0), []
     state = tuner.init()
     for _ in range(3):
         state, choice = tuner.choose(
@@ -231,7 +231,7 @@ def test_beg_mab_tries_every_arm_once_before_values_decide():
 
 
 def test_beg_mab_counts_the_first_pull_and_takes_the_best_median():
-    tuner = beg_mab.beg_mab(["4_2_8", "2_4_8"], epsilon=0.0)
+    tuner = baselines.beg_mab(["4_2_8", "2_4_8"], epsilon=0.0)
     state, gains = tuner.init(), {PLAIN: 0.0, Strategy(4, 2, 8): 0.5, Strategy(2, 4, 8): 1.0}
     for _ in range(3):
         state, choice = tuner.choose(state, 4, 4, 512)
@@ -242,7 +242,7 @@ def test_beg_mab_counts_the_first_pull_and_takes_the_best_median():
 
 
 def test_beg_mab_drops_rewards_outside_its_window_and_explores_with_epsilon():
-    tuner = beg_mab.beg_mab(["4_2_8"], epsilon=0.3, window=5)
+    tuner = baselines.beg_mab(["4_2_8"], epsilon=0.3, window=5)
     state, taken = tuner.init(), []
     for number in range(600):
         state, choice = tuner.choose(state, 4, 4, 512)
@@ -277,7 +277,7 @@ def test_goodput_comes_close_to_the_oracle(round_cost, quality, share):
 @matrix(round_cost=[scenarios.cpu, scenarios.gpu], agreement=[0.0, 0.3], seed=[0, 1])
 def test_a_useless_drafter_costs_at_most_three_per_cent(round_cost, agreement, seed):
     scenario = scenarios.Scenario(round_cost, 0.3, agreement, seed=seed)
-    _, plain = decode(scenario, fixed.fixed("off"), rollouts=4, seed=seed)
+    _, plain = decode(scenario, baselines.fixed("off"), rollouts=4, seed=seed)
     _, runs = decode(scenario, goodput.goodput(ARMS), rollouts=4, seed=seed)
     assert seconds(plain) / seconds(runs) > 0.97
 
@@ -539,7 +539,7 @@ def test_explorations_that_are_never_timed_stay_within_the_budget():
 
 
 def test_beg_mab_tries_an_untimed_arm_again():
-    tuner = beg_mab.beg_mab(["4_2_8"], epsilon=0.0)
+    tuner = baselines.beg_mab(["4_2_8"], epsilon=0.0)
     state, first = tuner.choose(tuner.init(), 4, 4, 512)
     state = tuner.observe(state, measured(first.strategy)._replace(uncertainty=1.0))
     assert state["rewards"] == {} and tuner.choose(state, 4, 4, 512)[1].strategy == first.strategy

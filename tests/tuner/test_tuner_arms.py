@@ -12,8 +12,8 @@ from pairwise import marked
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.spec_decode.strategy import PLAIN, parse
-from tlt_jax.tuner import acceptance, beg_mab, exploration, fixed, goodput
-from tlt_jax.tuner.arms import parse_arms
+from tlt_jax.tuner import acceptance, baselines, goodput
+from tlt_jax.tuner.baselines import parse_arms
 
 SHIPPED = Speculation().strategies
 ARMS = parse_arms(SHIPPED)
@@ -84,7 +84,7 @@ def test_little_is_lost_while_the_shipped_arms_are_learned(quality):
     ]),
 )  # fmt: skip
 def test_too_few_explorations_and_too_much_caution_lose_more(monkeypatch, name, value, quality):
-    monkeypatch.setattr(exploration, name, value)
+    monkeypatch.setattr(goodput, name, value)
     assert learning(scenarios.gpu, quality) < LEARNED[quality]
 
 
@@ -92,9 +92,9 @@ def is_tried(gap: float, error: float) -> bool:
     """Whether an arm with this predicted gain in log speed is explored, with a large budget."""
     arms = (PLAIN, parse("3_1_4"))
     speed, errors = np.array([0.0, gap]), np.array([0.0, error])
-    view = exploration.Prediction(arms, speed, errors, np.zeros(2))
+    view = goodput.Prediction(arms, speed, errors, np.zeros(2))
     return (
-        exploration.worth_trying(
+        goodput.worth_trying(
             {"chunk": 16, "funds": math.inf}, view, 0, np.array([True] * len(view.arms))
         )
         == 1
@@ -123,7 +123,7 @@ def test_an_exploration_is_worthwhile_when_six_chunks_pay_for_it(error):
 @pytest.mark.parametrize("agreement", [0.0, 0.3])
 def test_a_useless_drafter_costs_at_most_two_per_cent_with_the_shipped_arms(round_cost, agreement):
     scenario = scenarios.Scenario(round_cost, 0.3, agreement)
-    _, plain = decode(scenario, fixed.fixed("off"), rollouts=4)
+    _, plain = decode(scenario, baselines.fixed("off"), rollouts=4)
     _, runs = decode(scenario, goodput.goodput(SHIPPED), rollouts=4)
     assert seconds(plain) / seconds(runs) > 0.98
 
@@ -133,9 +133,9 @@ def test_the_shipped_arms_beat_the_threshold_and_the_bandit(round_cost, quality)
     scenario = scenarios.Scenario(round_cost, quality)
     tuner = (
         tuner_for(round_cost),
-        fixed.threshold(SHIPPED, 32),
-        beg_mab.beg_mab(SHIPPED),
-        fixed.fixed("off"),
+        baselines.threshold(SHIPPED, 32),
+        baselines.beg_mab(SHIPPED),
+        baselines.fixed("off"),
     )
     taken, *others = (seconds(decode(scenario, one)[1]) for one in tuner)
     assert taken < 0.97 * min(others[:2]) and taken < 1.001 * others[2]

@@ -9,7 +9,7 @@ import pytest
 import scenarios
 from test_tuner_arms import ARMS, decode, seconds, tuner_for
 
-from tlt_jax.tuner import exploration, fixed
+from tlt_jax.tuner import baselines, goodput
 
 SEEDS = 6
 
@@ -20,7 +20,7 @@ def useless() -> float:
     for seed in range(SEEDS):
         scenario = scenarios.Scenario(scenarios.gpu, 0.3, agreement=0.0, seed=seed, noise=0.2)
         spent += seconds(decode(scenario, tuner_for(scenarios.gpu), rollouts=1, seed=seed)[1])
-        plain += seconds(decode(scenario, fixed.fixed("off"), rollouts=1, seed=seed)[1])
+        plain += seconds(decode(scenario, baselines.fixed("off"), rollouts=1, seed=seed)[1])
     return spent / plain
 
 
@@ -46,5 +46,5 @@ def test_a_useless_drafter_costs_little_on_a_noisy_clock_and_a_good_one_is_soon_
 
 @pytest.mark.parametrize(("scenario", "factor"), [(useless, 0.25), (good, 4.0)])
 def test_a_quarter_and_four_times_the_caution_cost_more(scenario, factor, monkeypatch):
-    monkeypatch.setattr(exploration, "CAUTION", factor * exploration.CAUTION)
+    monkeypatch.setattr(goodput, "CAUTION", factor * goodput.CAUTION)
     assert scenario() > MOST[scenario]

@@ -9,8 +9,8 @@ from tlt_jax.config import extension
 from tlt_jax.config.schema import ADAPTIVE, NONE, Speculation
 from tlt_jax.errors import ConfigError
 from tlt_jax.spec_decode.strategy import DRAFTERS, LEARNED, MERGED, NGRAM, OFF, Strategy, name
-from tlt_jax.tuner import beg_mab, fixed, goodput
-from tlt_jax.tuner.arms import parse_arms
+from tlt_jax.tuner import baselines, goodput
+from tlt_jax.tuner.baselines import parse_arms
 from tlt_jax.tuner.cost_model import OnePass
 from tlt_jax.tuner.interface import Tuner
 
@@ -88,16 +88,16 @@ def make_tuner(
     `one_pass`: the draft of a learned drafter that does not run once a level.
     """
     if not arms:
-        return fixed.fixed(OFF)
+        return baselines.fixed(OFF)
     kind, _, most = speculation.tuner.partition(":")
     if kind == "threshold" and (not most or most.isdecimal()):
-        return fixed.threshold(arms, int(most or FEW))
+        return baselines.threshold(arms, int(most or FEW))
     if extension.is_own(speculation.tuner):
         return own_tuner(speculation.tuner, arms)
 
     makers = {
-        "fixed": lambda: fixed.fixed(arms[0]),
-        "beg_mab": lambda: beg_mab.beg_mab(arms),
+        "fixed": lambda: baselines.fixed(arms[0]),
+        "beg_mab": lambda: baselines.beg_mab(arms),
         "goodput": lambda: goodput.goodput(
             arms, node_cost=node_cost(is_cpu), learning=(LEARNED, MERGED), one_pass=one_pass
         ),

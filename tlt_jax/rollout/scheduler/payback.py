@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from tlt_jax.tuner.exploration import expected_saving
+from tlt_jax.tuner.goodput import expected_saving
 from tlt_jax.tuner.interface import Cell
 
 MEMORY = 0.8  # weight of a rollout in the means, relative to the next rollout
