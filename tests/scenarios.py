@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from tlt_jax.distributed.board import LocalBoard
-from tlt_jax.rollout.executables.protocols import Program
+from tlt_jax.rollout.executables.programs import Program
 from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.rollout.scheduler.queue import WorkQueue
-from tlt_jax.rollout.scheduler.state import Decider, GroupContext, Needs
-from tlt_jax.rollout.selecting import Selecting
+from tlt_jax.rollout.scheduler.state import GroupContext, Needs
+from tlt_jax.rollout.selection import Selecting
 from tlt_jax.simulate import engine
 from tlt_jax.simulate.cost_table import CostTable
 from tlt_jax.simulate.decoding import Acceptance, Lengths
@@ -220,7 +221,7 @@ def in_scenario(
 def contexts(
     programs: SimulatedPrograms,
     request: RolloutRequest,
-    planner: Decider,
+    planner: Planner,
     groups: int = 1,
     catches_up: bool = True,
     selecting: Selecting | None = None,

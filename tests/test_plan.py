@@ -22,9 +22,9 @@ from tlt_jax.models import drafter as drafters, from_config, hf_drafter
 from tlt_jax.plan import __main__ as command, programs as planned_programs, report
 from tlt_jax.plan.launches import collectives
 from tlt_jax.rollout import ngram_memory
-from tlt_jax.rollout.buckets import admission_size
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import Admit, CatchUp, Decode, Prefill, StateShape
+from tlt_jax.rollout.request import admission_size
 from tlt_jax.spec_decode import strategy as strategies, tree_drafter
 from tlt_jax.spec_decode.interface import DecodingParams
 from tlt_jax.spec_decode.strategy import PLAIN

@@ -21,22 +21,15 @@ from tlt_jax.kernels.fused import Fused
 from tlt_jax.keys import sequence_keys
 from tlt_jax.models import drafter as drafters
 from tlt_jax.models.architecture import ModelConfig
-from tlt_jax.rollout.events import Decision
 from tlt_jax.rollout.executables.compilation import Executables
 from tlt_jax.rollout.executables.disk_cache import ExecutableCache
 from tlt_jax.rollout.executables.programs import GroupShapes
-from tlt_jax.rollout.recorder import RolloutResult
+from tlt_jax.rollout.recorder import Decision, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.scheduler import driver
-from tlt_jax.rollout.scheduler.planner import Planner
+from tlt_jax.rollout.scheduler.planner import GroupCandidates, Planner
 from tlt_jax.rollout.scheduler.queue import WorkQueue
-from tlt_jax.rollout.scheduler.state import (
-    CandidatePrograms,
-    GroupContext,
-    GroupView,
-    Needs,
-    no_context,
-)
+from tlt_jax.rollout.scheduler.state import GroupContext, GroupView, Needs, no_context
 from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.interface import NO_DRAFTER, DecodingParams, Drafter, Target, stateless
@@ -293,10 +286,10 @@ class Decided:
 
     given: Callable[[GroupView], Decision]
 
-    def worth_compiling(self, view: GroupView, candidates: CandidatePrograms) -> None:
+    def worth_compiling(self, view: GroupView, candidates: GroupCandidates) -> None:
         return None
 
-    def decide(self, view: GroupView, candidates: CandidatePrograms) -> Decision:
+    def decide(self, view: GroupView, candidates: GroupCandidates) -> Decision:
         return self.given(view)
 
     def observe(self, measurement: Measurement) -> None:
@@ -342,4 +335,4 @@ def contexts(
 
 def play(*arguments, **rest) -> RolloutResult:
     """A rollout of the table target, of the arguments that `contexts` has."""
-    return driver.run(driver.start(contexts(*arguments, **rest)))
+    return driver.run(driver.LocalGroups(contexts(*arguments, **rest)))

@@ -46,8 +46,7 @@ from tlt_jax.errors import Interrupted
 from tlt_jax.keys import GENERATE_STREAM
 from tlt_jax.models import from_config, hf
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.events import Emitted, Look, Retired
-from tlt_jax.rollout.recorder import RolloutResult
+from tlt_jax.rollout.recorder import Emitted, Look, Retired, RolloutResult
 from tlt_jax.spec_decode.decode_state import RUNNING
 from tlt_jax.spec_decode.interface import Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
@@ -69,14 +68,14 @@ class Arm:
     def __init__(
         self, config: Config, settings: Speculation, live: int = 0, buckets: Sequence[int] = ()
     ):
-        rows = {"slots": live, "batch_buckets": list(buckets or [live])} if live else {}
-        rollout = replace(config.rollout, **rows)
+        rollout = replace(config.rollout, slots=live or config.rollout.slots)
         self.config = config = replace(config, speculation=settings, rollout=rollout)
         model = hf.read_config(from_config.policy_directory(config))
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
         stops = datasets.stop_rules(config, datasets.tokenizer(config))
         drafter, params = from_config.load_drafter(config, model, mesh)
-        self.engine = Engine(config, model, mesh, stops, drafter)
+        sizes = list(buckets or [live]) if live else ()
+        self.engine = Engine(config, model, mesh, stops, drafter, batch_buckets=sizes)
         self.weights = self.engine.publish(from_config.load_policy(config, model, mesh), params)
         self.tuner, self.chunks, self.is_hopeless = self.engine.tuner.init(), [], False
 

@@ -11,7 +11,7 @@ import numpy as np
 from tlt_jax.data.packing import PackedRows
 from tlt_jax.distributed.mesh import make_mesh, sharding
 from tlt_jax.drafter.replay import Replay, ReplayConfig
-from tlt_jax.rollout.events import Emitted, Ended, Harvested, Look
+from tlt_jax.rollout.recorder import Emitted, Ended, Harvested, Look
 from tlt_jax.spec_decode.decode_state import BROKEN, RUNNING, TRUNCATED, Features
 
 SAMPLES, ROWS, T = 2, 2, 32

@@ -19,7 +19,7 @@ from replays import (
 )
 
 from tlt_jax.drafter.replay import ReplayConfig
-from tlt_jax.rollout.events import Emitted, Ended, Harvested, Look
+from tlt_jax.rollout.recorder import Emitted, Ended, Harvested, Look
 from tlt_jax.spec_decode.decode_state import RUNNING, Features
 
 

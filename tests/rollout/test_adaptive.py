@@ -19,7 +19,7 @@ from test_group import PROMPTS, RULES, SAMPLES, TABLE, V
 
 from tlt_jax.keys import sequence_keys
 from tlt_jax.rollout.executables.programs import CatchUp, Decode, Start, StateShape
-from tlt_jax.rollout.scheduler.candidates import GroupCandidates
+from tlt_jax.rollout.scheduler.planner import GroupCandidates
 from tlt_jax.rollout.scheduler.state import GroupView
 from tlt_jax.spec_decode import decode
 from tlt_jax.spec_decode.decode import Decoder

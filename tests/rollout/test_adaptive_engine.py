@@ -19,7 +19,7 @@ from tlt_jax.models import drafter as drafters, eagle
 from tlt_jax.plan import programs as planned_programs
 from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.executables import compilation, compile_cost
+from tlt_jax.rollout.executables import compilation
 from tlt_jax.rollout.executables.programs import CatchUp, Decode, StateShape
 from tlt_jax.rollout.scheduler.payback import Payback
 from tlt_jax.spec_decode.interface import DecodingParams
@@ -178,13 +178,13 @@ def test_the_compile_cost_of_the_learned_drafter_is_that_of_recompiling_every_pr
     shapes = [StateShape(group, 2, 32) for group in (0, 1)]
     for program in (Decode(shapes[0], 2), Decode(shapes[1], 2), CatchUp(shapes[0])):
         engine.programs.executables[program] = None
-    assert engine.learned_compile_cost() == pytest.approx(5.0 * (2 + compile_cost.LOADING))
+    assert engine.learned_compile_cost() == pytest.approx(5.0 * (2 + compilation.LOADING))
     with_learned = compilation.sizes_of(engine.shapes(engine.learned)[0])
     cached = engine.programs.cache_key(CatchUp(shapes[0]), with_learned)
     monkeypatch.setattr(
         engine.programs.disk_cache, "seconds", lambda key: 2.0 if key == cached else None
     )
-    expected = 5.0 * (1 + compile_cost.LOADING) + 2.0 * compile_cost.CACHED
+    expected = 5.0 * (1 + compilation.LOADING) + 2.0 * compilation.CACHED
     assert engine.learned_compile_cost() == pytest.approx(expected), "an earlier run compiled one"
 
 

@@ -14,7 +14,7 @@ import pytest
 from tiny_engine import PLAIN, PROMPTS, SAMPLES, engine_of, params_of
 
 from tlt_jax.keys import TRAIN_STREAM
-from tlt_jax.rollout import first
+from tlt_jax.rollout import run
 from tlt_jax.rollout.executables import background, compilation
 from tlt_jax.rollout.executables.background import WAIT, Background, Early
 from tlt_jax.rollout.executables.programs import Admit, CatchUp, Decode
@@ -177,8 +177,8 @@ def test_the_first_programs_are_those_that_the_rollout_needs_before_its_second_c
     prompts = [np.asarray(prompt, np.int32) for prompt in PROMPTS]
     request = engine.request(prompts, SAMPLES, PLAIN, 12, stream=TRAIN_STREAM, step=0)
     tuner = engine.tuner.init()
-    expected = first.first_programs(engine, request, tuner)
-    first.begin_compiling(engine, request, tuner)
+    expected = run.first_programs(engine, request, tuner)
+    run.begin_compiling(engine, request, tuner)
     assert engine.programs.pending.keys() == set(expected)
     engine.run(request, weights, tuner)
 
@@ -203,7 +203,7 @@ def test_a_program_that_reads_the_shardings_of_another_does_not_block_its_caller
     request = engine.request(
         [np.asarray(PROMPTS[0], np.int32)], SAMPLES, PLAIN, 12, stream=TRAIN_STREAM, step=0
     )
-    prefill, chunk, _ = first.first_programs(engine, request, engine.tuner.init())
+    prefill, chunk, _ = run.first_programs(engine, request, engine.tuner.init())
     programs.begin(prefill)
     programs.begin(Admit(chunk.state, prefill))
     assert list(programs.pending) == [prefill]
@@ -223,4 +223,4 @@ def test_nothing_compiles_early_where_devices_or_processes_share_the_cores(
 ):
     programs = SimpleNamespace(spare_cores=spare, is_cpu=is_cpu)
     engine = SimpleNamespace(programs=programs, job=SimpleNamespace(count=processes))
-    assert first.compiles_early(engine) == expected
+    assert run.compiles_early(engine) == expected

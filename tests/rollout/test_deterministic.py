@@ -9,9 +9,9 @@ import pytest
 import scenarios
 from scenarios import Scenario, in_scenario
 
-from tlt_jax.rollout.scheduler import deterministic, driver
-from tlt_jax.rollout.scheduler.deterministic import DealtQueue
+from tlt_jax.rollout.scheduler import driver, planner
 from tlt_jax.rollout.scheduler.planner import Planner
+from tlt_jax.rollout.scheduler.queue import DealtQueue
 from tlt_jax.simulate import simulator
 from tlt_jax.spec_decode.strategy import PLAIN, parse
 from tlt_jax.tuner import goodput
@@ -43,7 +43,7 @@ def test_the_cost_table_depends_only_on_the_shape_and_the_rounds():
     seen = Measurement(
         0, 8, 7.5, 512, parse("6_4_16"), 16, 120, 300, seconds=1.0, hits=np.zeros((6, 16, 4)), catch_up=3.0
     )  # fmt: skip
-    with_table_seconds = deterministic.cost_table(NODE)
+    with_table_seconds = planner.cost_table(NODE)
     other = seen._replace(seconds=9.0, uncertainty=5.0, catch_up=0.0, is_moved=True)
     assert (
         repr(with_table_seconds(seen)) == repr(with_table_seconds(other))
@@ -66,7 +66,7 @@ def decided(noise: int, is_in_order: bool) -> list[str]:
     trees = Scenario(scenarios.gpu, 0.6, seed=0).trees  # acceptance does not depend on the noise
     programs.acceptance = trees
     request = scenarios.request([64] * 18, 4, 600, seed=5, capacity=12)
-    compile_cost = deterministic.cost_table(NODE) if is_in_order else None
+    compile_cost = planner.cost_table(NODE) if is_in_order else None
     shared = Planner((1, 4, 12), (256, 512, 1024), tuner)
     contexts = scenarios.contexts(programs, request, shared, groups=3)
     if is_in_order:
@@ -79,7 +79,7 @@ def decided(noise: int, is_in_order: bool) -> list[str]:
             )
             for one in contexts
         ]
-    result = simulator.simulate(driver.start(contexts, clock=programs.clock), programs)
+    result = simulator.simulate(driver.LocalGroups(contexts, clock=programs.clock), programs)
     assert len(result.completions) == 72
     return sorted(repr((one.group, number, one)) for number, one in numbered(result.decisions))
 

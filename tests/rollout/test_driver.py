@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import toys
 
-from tlt_jax.rollout.events import Decided, Dispatched, Look, Retired, WentIdle
-from tlt_jax.rollout.recorder import RolloutRecorder
+from tlt_jax.rollout.recorder import Decided, Dispatched, Look, Retired, RolloutRecorder, WentIdle
 from tlt_jax.rollout.scheduler import driver
 from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 
@@ -46,7 +45,7 @@ def begun(
 ) -> driver.Rollout:
     """A rollout before its first dispatch."""
     contexts = toys.contexts(executables(groups), TABLE, prompts, 3, PARAMS, **SHAPE | rest)
-    return driver.start(contexts, listeners, clock=clock)
+    return driver.LocalGroups(contexts, listeners, clock=clock)
 
 
 def answers(result) -> dict[int, list[int]]:
@@ -98,7 +97,7 @@ def test_an_idle_group_holds_no_decoding_state_while_another_decodes():
     contexts = toys.contexts(
         executables(2), TABLE, PROMPTS[:2], 3, PARAMS, **SHAPE | {"max_new_tokens": 60}
     )
-    rollout = driver.start(contexts)
+    rollout = driver.LocalGroups(contexts)
     alone = 0
     while not rollout.is_done():
         rollout.poll()

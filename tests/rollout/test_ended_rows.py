@@ -18,7 +18,7 @@ import toys
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
 from tlt_jax.models import architecture, drafter as drafters, transformer
-from tlt_jax.rollout.events import Emitted
+from tlt_jax.rollout.recorder import Emitted
 from tlt_jax.rollout.scheduler import group as machine
 from tlt_jax.spec_decode import decode
 from tlt_jax.spec_decode.decode_state import RUNNING

@@ -45,10 +45,10 @@ from tlt_jax.keys import EVAL_STREAM, TRAIN_STREAM, sequence_keys
 from tlt_jax.models import architecture, transformer
 from tlt_jax.rollout import ngram_memory
 from tlt_jax.rollout.bindings import SCRATCH_SLOTS
-from tlt_jax.rollout.buckets import doubling
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import Decode, Start, StateShape
 from tlt_jax.rollout.ngram_memory import NGramMemory
+from tlt_jax.rollout.request import doubling
 from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.train.run_state import resumed_tuner
 

@@ -13,8 +13,7 @@ from test_group import PROMPTS, RULES, SAMPLES, TABLE, programs
 
 from tlt_jax.distributed.job import Job
 from tlt_jax.rollout import exchange
-from tlt_jax.rollout.events import Decision
-from tlt_jax.rollout.recorder import Completion, Span
+from tlt_jax.rollout.recorder import Completion, Decision, Span
 from tlt_jax.spec_decode import strategy
 from tlt_jax.tuner.interface import Measurement
 

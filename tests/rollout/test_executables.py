@@ -17,9 +17,8 @@ import toys
 from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax import atomic
-from tlt_jax.rollout.executables import compilation, compile_cost, disk_cache, serialized
-from tlt_jax.rollout.executables.programs import Decode, Start, StateShape, of_group
-from tlt_jax.rollout.executables.protocols import Program
+from tlt_jax.rollout.executables import compilation, disk_cache
+from tlt_jax.rollout.executables.programs import Decode, Program, Start, StateShape, of_group
 from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
@@ -212,13 +211,13 @@ def test_a_group_loads_the_programs_of_another_and_they_compute_the_same():
     for one in loaded:
         devices = programs.get(one).runtime_executable().local_devices()
         assert devices == list(programs.shapes[one.group].mesh.devices.flat)
-    assert programs.compile_costs.alike.keys() == {compile_cost.kind(one) for one in compiled}
+    assert programs.compile_costs.alike.keys() == {compilation.kind(one) for one in compiled}
 
 
 def test_where_executables_cannot_be_loaded_for_other_devices_every_group_compiles(
     monkeypatch, caplog
 ):
-    monkeypatch.setattr(serialized, "PLATFORMS", ("cuda",))
+    monkeypatch.setattr(disk_cache, "PLATFORMS", ("cuda",))
     programs = executables(2, V)
     with caplog.at_level(logging.INFO, "tlt_jax"):
         toys.play(programs, TABLE, PROMPTS, 3, RULES, capacity=3, batches=(3,))
@@ -247,12 +246,12 @@ def test_a_later_run_loads_an_earlier_runs_programs_and_recompiles_damaged_ones(
 
 
 def test_a_compile_cost_is_that_of_the_last_program_of_the_kind_or_scaled_from_others():
-    known, shape = compile_cost.CompileCosts(), StateShape(0, 6, 64)
+    known, shape = compilation.CompileCosts(), StateShape(0, 6, 64)
     plain, drafting = (Decode(shape, 2, arm, RULES) for arm in (PLAIN, WANTED))
-    assert known.of(plain) == compile_cost.FIRST
+    assert known.of(plain) == compilation.FIRST
     known.note(plain, 8.0)
-    assert known.of(drafting) == 8.0 * (compile_cost.DRAFTS + 2 * compile_cost.LEVEL)
-    assert known.of(Start(shape)) == 8.0 * compile_cost.RELATIVE[Start]
+    assert known.of(drafting) == 8.0 * drafting.relative_seconds
+    assert known.of(Start(shape)) == 8.0 * Start.relative_seconds
     known.note(drafting, 1.0)
     assert known.of(Decode(StateShape(1, 2, 128), 9, WANTED, RULES)) == 1.0
 
@@ -266,7 +265,7 @@ def test_a_compiled_program_costs_nothing_and_one_of_another_group_little():
     assert (
         0
         < programs.compile_cost(theirs)
-        == compile_cost.LOADING * programs.compile_costs.of(theirs)
+        == compilation.LOADING * programs.compile_costs.of(theirs)
         < alone
     )
 
@@ -285,7 +284,7 @@ def test_a_program_of_an_earlier_run_costs_a_later_one_little_before_lowering(tm
     (took,) = [one.seconds for one in first.compiles]
 
     later = run()
-    assert later.compile_cost(start) == pytest.approx(compile_cost.CACHED * took, abs=1e-3)
+    assert later.compile_cost(start) == pytest.approx(compilation.CACHED * took, abs=1e-3)
     assert later.compile_cost(fewer) == pytest.approx(unknown)
     assert run(drafter=toys.table_drafter()).compile_cost(start) == pytest.approx(unknown)
     later.get(start)
@@ -388,7 +387,7 @@ def test_an_executable_of_the_cache_of_jax_says_how_long_compiling_takes(
 ):
     """As on a TPU, whose executables cannot be serialized, after a change of the sources."""
     kept = disk_cache.use_compile_cache(str(tmp_path))
-    monkeypatch.setattr(serialized, "PLATFORMS", ())
+    monkeypatch.setattr(disk_cache, "PLATFORMS", ())
     start, fewer = (Start(StateShape(0, rows, 64)) for rows in (2, 4))
 
     def run():

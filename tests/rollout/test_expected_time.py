@@ -7,9 +7,7 @@ import pytest
 import scenarios
 
 from tests import references
-from tlt_jax.rollout.idle import coordinator
-from tlt_jax.rollout.idle.coordinator import Ended, Expected, Finished, Mode, Start, Stop
-from tlt_jax.rollout.idle.expected_time import ExpectedTime, Lengths
+from tlt_jax.rollout.idle import ExpectedTime, Lengths
 from tlt_jax.rollout.scheduler.state import GroupState, Running
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.tuner.interface import Measurement
@@ -117,18 +115,3 @@ def test_the_expected_time_of_a_thousand_groups_reads_only_what_is_new():
     states[3] = GroupState(rows=rows[3][1:])
     expected.seconds(states, chunks, ended)
     assert Counted.reads == 2 and Row.looks <= 2 * ROWS
-
-
-def test_a_thousand_idle_groups_start_and_stop_in_one_pass_over_them(monkeypatch):
-    passes = []
-    plain = coordinator.with_mode
-    monkeypatch.setattr(coordinator, "with_mode", lambda *args: passes.append(args) or plain(*args))
-    state = coordinator.begin(0, GROUPS, 0.0)
-    for group in range(GROUPS - 1):
-        state, _ = coordinator.receive(state, Finished(0, group))
-    passes.clear()
-    state, commands = coordinator.receive(state, Expected(0, 1.0))
-    assert commands == [Start(0, group) for group in range(GROUPS - 1)]
-    assert state.modes == (Mode.TRAINING,) * (GROUPS - 1) + (Mode.BUSY,)
-    state, commands = coordinator.receive(state, Ended(0))
-    assert commands == [Stop(0, group) for group in range(GROUPS - 1)] and len(passes) == 2

@@ -18,10 +18,8 @@ from pairwise import marked
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.keys import sequence_keys
-from tlt_jax.rollout.buckets import admission_size, block_size, bucket_width
-from tlt_jax.rollout.events import Decision, Dispatched, Look, Retired
-from tlt_jax.rollout.recorder import RolloutRecorder
-from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.rollout.recorder import Decision, Dispatched, Look, Retired, RolloutRecorder
+from tlt_jax.rollout.request import RolloutRequest, admission_size, block_size, bucket_width
 from tlt_jax.rollout.scheduler import driver
 from tlt_jax.rollout.scheduler.group import prefill_sources
 from tlt_jax.rollout.scheduler.queue import WorkQueue
@@ -325,7 +323,7 @@ def test_pauses_between_polls_grow_stay_short_relative_to_the_wait_and_restart_a
     planner = SimpleNamespace(observe=None)
     context = SimpleNamespace(index=0, request=SimpleNamespace(samples=1), planner=planner)
     time = SimpleNamespace(now=lambda: clock[0], sleep=sleep)
-    driver.run(driver.start([context], clock=time))
+    driver.run(driver.LocalGroups([context], clock=time))
     *waits, last = waits
     assert last == []
     for parts, wait, most in zip(waits, (0.001, 0.05, 0.8), (6, 92, 320), strict=True):

@@ -13,7 +13,8 @@ import pytest
 import toys
 
 from tlt_jax.data.stop_rules import stop_tokens
-from tlt_jax.rollout.events import (
+from tlt_jax.rollout.executables.programs import Harvest
+from tlt_jax.rollout.recorder import (
     Decided,
     Dispatched,
     Emitted,
@@ -22,11 +23,10 @@ from tlt_jax.rollout.events import (
     Harvested,
     Look,
     Retired,
+    RolloutResult,
     WentIdle,
 )
-from tlt_jax.rollout.recorder import RolloutResult
-from tlt_jax.rollout.scheduler import driver, group as machine, harvest as reaper
-from tlt_jax.rollout.scheduler.harvest import Harvest
+from tlt_jax.rollout.scheduler import driver, group as machine, group as reaper
 from tlt_jax.rollout.scheduler.state import InFlight, Running
 from tlt_jax.spec_decode.decode_state import BROKEN, RUNNING, STOPPED, TRUNCATED
 from tlt_jax.spec_decode.interface import DecodingParams, Sampling
@@ -111,7 +111,7 @@ def play(
     contexts = [replace(context, harvester=harvester) for context in contexts]
     with monkeypatch.context() as patched:
         patched.setattr(machine, "retire", read)
-        rollout = driver.start(contexts, [listen])
+        rollout = driver.LocalGroups(contexts, [listen])
         while not rollout.is_done():
             if until(rollout):
                 rollout.stop()

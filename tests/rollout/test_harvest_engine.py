@@ -17,17 +17,17 @@ from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.models import architecture, drafter as drafters, transformer
 from tlt_jax.plan import programs as planned_programs
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.events import Ended, Harvested
 from tlt_jax.rollout.executables.programs import (
     Admit,
     CatchUp,
     Decode,
+    Harvest,
     Prefill,
     Resize,
     Start,
     StateShape,
 )
-from tlt_jax.rollout.scheduler.harvest import Harvest
+from tlt_jax.rollout.recorder import Ended, Harvested
 from tlt_jax.spec_decode.strategy import Strategy
 
 WIDTH, SIZE = 8, 32

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import heapq
 import math
+import random
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import scenarios
 from scenarios import Scenario, in_scenario
 
-from tlt_jax.rollout.events import Dispatched, Retired, WentIdle
-from tlt_jax.rollout.idle.driver import IdleDriver
+from tlt_jax.rollout.idle import IdleDriver
+from tlt_jax.rollout.recorder import Dispatched, Retired, WentIdle
 from tlt_jax.rollout.scheduler import driver
 from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.rollout.scheduler.state import GroupState
@@ -59,6 +59,86 @@ class Work:
         self.errors.append((group, str(error)))
 
 
+class Groups:
+    """Data groups that decode, are idle or wait for prompts as a test says."""
+
+    def __init__(self, count, clock=None):
+        self.clock, self.listeners = clock or simulator.VirtualClock(), []
+        self.states, self.idle, self.waiting = (
+            dict.fromkeys(range(count), GroupState()),
+            set(),
+            set(),
+        )
+        self.is_idle, self.is_waiting = self.idle.__contains__, self.waiting.__contains__
+        self.is_done = lambda: self.idle == self.states.keys()
+
+
+class Endless:
+    """Pieces that are done at the next poll, of groups that have some."""
+
+    kind = "train"
+
+    def __init__(self):
+        self.empty, self.began = set(), []
+
+    def dispatch(self, group):
+        self.began += [] if group in self.empty else [group]
+        return group not in self.empty
+
+    def is_ready(self, group):
+        return True
+
+    def done(self, *_):
+        """Nothing is kept."""
+
+
+def polled(count, least=0.0):
+    """Groups, their work, and a poll after which it returns the groups that began a piece."""
+    groups, work = Groups(count), Endless()
+    background, expected = IdleDriver(groups, work, count, least, lambda: poll.expected), 9.0
+
+    def poll(seconds=expected):
+        poll.expected = seconds
+        groups.clock.sleep(1.0)
+        work.began.clear()
+        background.poll()
+        return set(work.began)
+
+    return groups, work, background, poll
+
+
+def test_a_group_works_from_when_it_is_idle_or_waits_until_it_decodes_or_the_last_one_is_idle():
+    groups, work, background, poll = polled(3, least=2.0)
+    assert poll() == set(), "all decode"
+    groups.idle.add(1)
+    assert poll(1.99) == set() and poll(2.0) == {1}
+    groups.waiting.add(0)
+    assert poll(1.0) == {1} and poll() == {0, 1}, "it joins"
+    groups.waiting.discard(0)
+    assert poll() == {1}, "it got prompts"
+    work.empty.add(1)
+    assert poll() == set()
+    work.empty.clear()
+    assert poll() == set(), "what gave up does not start again"
+    groups.idle.update((0, 2))
+    assert poll() == poll() == set() and background.is_done
+
+
+def test_in_any_order_no_busy_group_works_and_none_does_after_the_end():
+    for seed in range(100):
+        draw = random.Random(seed)
+        groups, work, background, poll = polled(draw.randint(1, 5), least=0.4)
+        for _ in range(12):
+            one = draw.randrange(len(groups.states))
+            draw.choice([groups.idle.add, groups.waiting.add, groups.waiting.discard, work.empty.add])(one)  # fmt: skip
+            groups.waiting -= groups.idle
+            began = poll(draw.random())
+            assert began <= groups.idle | groups.waiting and not began & work.empty
+            assert not began or not groups.is_done()
+        groups.idle.update(groups.states)
+        assert poll() == set() and background.is_done
+
+
 def request(seed=0):
     return scenarios.request([64] * 12, 4, 1200, seed=seed, rounds=16, in_flight=2, capacity=16)
 
@@ -69,8 +149,8 @@ def play(work=None, least=0.0, expected=lambda: math.inf, seed=0, **rest):
     work = work and work(programs, **rest)
     planner, looks = Planner((1, 2, 4, 8, 16), (2048,), baselines.fixed("off")), []
     contexts = scenarios.contexts(programs, request(seed), planner, GROUPS)
-    rollout = driver.start(contexts, [looks.append], clock=programs.clock)
-    background = IdleDriver(rollout, work, 5, GROUPS, least, expected) if work else None
+    rollout = driver.LocalGroups(contexts, [looks.append], clock=programs.clock)
+    background = IdleDriver(rollout, work, GROUPS, least, expected) if work else None
     result = simulator.simulate(rollout, programs, background)
     return result, background, work, looks
 
@@ -161,15 +241,9 @@ def test_a_pieces_seconds_are_bounded_by_two_polls_and_the_lower_bound_excludes_
     """The clock jumps to just before each piece is done; then the host is busy for seconds, lowering a program."""
     programs = in_scenario(Scenario(scenarios.gpu, 0.7), scenarios.long_tailed(1200))
     work, clock = Work(programs), programs.clock
-    idle = SimpleNamespace(
-        clock=clock,
-        listeners=[],
-        states={0: GroupState()},
-        is_idle=lambda group: True,
-        is_waiting=lambda group: False,
-        is_done=lambda: False,
-    )
-    background = IdleDriver(idle, work, 5, 2, 0.0, lambda: math.inf)
+    idle = Groups(1, clock)
+    idle.idle.add(0)
+    background = IdleDriver(idle, work, 2, 0.0, lambda: math.inf, lambda: False)
     background.poll()
     for away in (0.0, 0.0, 3.0, 0.0):
         clock.sleep(PIECE / 2)

@@ -26,7 +26,7 @@ from tlt_jax.drafter.update import Copies, MicroStep
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.models import drafter as drafters
 from tlt_jax.optimizer import Adam
-from tlt_jax.rollout.executables import compile_cost
+from tlt_jax.rollout.executables import compilation
 from tlt_jax.rollout.executables.programs import Decode, StateShape
 
 ADAM = Adam(learning_rate=1e-2, total_steps=1)
@@ -143,7 +143,7 @@ def test_a_micro_step_updates_only_its_groups_copy_and_measures_without_learning
 
 def test_the_expected_compile_time_of_a_micro_step_grows_with_its_unrolled_steps():
     setting = Setting()
-    known, piece = compile_cost.CompileCosts(), setting.trainer.piece(0, 256)
+    known, piece = compilation.CompileCosts(), setting.trainer.piece(0, 256)
     known.note(Decode(StateShape(0, 2, 32), 4), 3.0)
     assert known.of(piece) == pytest.approx(3.0 * (1.4 + 0.4 * 2))
     known.note(piece, 20.0)

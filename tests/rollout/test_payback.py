@@ -9,7 +9,6 @@ from pairwise import marked
 from scenarios import Scenario, ScenarioCosts, in_scenario
 
 from tlt_jax.config.schema import Speculation
-from tlt_jax.rollout.executables.compile_cost import relative
 from tlt_jax.rollout.executables.programs import Decode
 from tlt_jax.rollout.scheduler import driver
 from tlt_jax.rollout.scheduler.payback import CAUTION, LEAST, Payback
@@ -97,7 +96,7 @@ def test_the_payback_of_a_guess_is_an_expectation_and_guesses_cost_a_small_share
 
 def seconds_of(unit):
     """Compiling a chunk of plain decoding takes `unit` seconds, other programs in proportion."""
-    return lambda program: unit * relative(program)
+    return lambda program: unit * (program).relative_seconds
 
 
 class Loading(ScenarioCosts):
@@ -127,7 +126,7 @@ def whole_run(
         payback.begin(rollouts - step - 1, len(request.keys))
         planner = Planner(batches, SLOTS, tuner, state, payback, 664, groups)
         contexts = scenarios.contexts(programs, request, planner, groups, catches_up=drafters)
-        rollout = driver.start(contexts, clock=programs.clock)
+        rollout = driver.LocalGroups(contexts, clock=programs.clock)
         simulator.simulate(rollout, programs)
         state = tuner.update_prior(planner.state)
     chunks = [one for one in programs.compiled if isinstance(one, Decode)]
@@ -244,7 +243,9 @@ def test_without_compile_costs_every_bucket_is_the_smallest_that_fits():
     programs = in_scenario(Scenario(scenarios.cpu, 0.7), scenarios.long_tailed(600))
     request = scenarios.request([64] * 12, 4, 600, seed=0, capacity=48)
     planner = Planner(BATCHES, SLOTS, baselines.fixed(PLAIN))
-    rollout = driver.start(scenarios.contexts(programs, request, planner), clock=programs.clock)
+    rollout = driver.LocalGroups(
+        scenarios.contexts(programs, request, planner), clock=programs.clock
+    )
     result = simulator.simulate(rollout, programs)
     assert {one.batch for one in result.measurements} == set(BATCHES)
 

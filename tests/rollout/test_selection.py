@@ -14,15 +14,13 @@ import scenarios
 from scenarios import Scenario, in_scenario
 
 from tlt_jax.distributed.board import POLL_S, LocalBoard
-from tlt_jax.rollout.events import Decided, Dispatched, Retired
-from tlt_jax.rollout.idle.driver import IdleDriver
+from tlt_jax.rollout.idle import IdleDriver
+from tlt_jax.rollout.recorder import Decided, Dispatched, Retired
 from tlt_jax.rollout.run import kept
-from tlt_jax.rollout.scheduler import deterministic, driver
-from tlt_jax.rollout.scheduler.deterministic import DealtQueue
+from tlt_jax.rollout.scheduler import driver, planner
 from tlt_jax.rollout.scheduler.planner import Planner
-from tlt_jax.rollout.scheduler.queue import WorkQueue
-from tlt_jax.rollout.selecting import Selecting
-from tlt_jax.rollout.selection import Choice, Chooser, Selection
+from tlt_jax.rollout.scheduler.queue import DealtQueue, WorkQueue
+from tlt_jax.rollout.selection import Choice, Chooser, Selecting, Selection
 from tlt_jax.simulate import simulator
 from tlt_jax.tuner import goodput
 
@@ -183,7 +181,7 @@ class Played:
         for process, selecting in enumerate(self.selecting):
             bound = lambda selecting=selecting: selecting.bound  # noqa: E731
             queue = WorkQueue(board, "s", WINDOW, SAMPLES, bound)
-            table = deterministic.cost_table(NODE) if in_waves else None
+            table = planner.cost_table(NODE) if in_waves else None
             contexts = scenarios.contexts(programs, request, Planner(BATCHES, SLOTS, tuner), count)
             contexts = [
                 replace(
@@ -199,7 +197,7 @@ class Played:
             note = lambda look, one=selecting: self.note(one, look)  # noqa: E731
             finish = selecting.finished(self.scores[process].finished)
             listeners = [selecting.listen, note]
-            self.rollouts.append(driver.start(contexts, listeners, finish, programs.clock))
+            self.rollouts.append(driver.LocalGroups(contexts, listeners, finish, programs.clock))
         self.play()
 
     def note(self, selecting, look) -> None:
@@ -252,7 +250,7 @@ def everything() -> dict[int, list[int]]:
     request = scenarios.request([64] * WINDOW, SAMPLES, 600, seed=5, capacity=8)
     planner = Planner(BATCHES, SLOTS, goodput.goodput(ARMS, node_cost=NODE))
     contexts = scenarios.contexts(programs, request, planner, 2)
-    result = simulator.simulate(driver.start(contexts, clock=programs.clock), programs)
+    result = simulator.simulate(driver.LocalGroups(contexts, clock=programs.clock), programs)
     return {one.uid: one.tokens.tolist() for one in result.completions}
 
 
@@ -342,8 +340,8 @@ def test_groups_work_while_they_wait_for_prompts_and_decode_on_when_they_get_som
     planner = Planner(BATCHES, SLOTS, goodput.goodput(ARMS, node_cost=NODE))
     contexts = scenarios.contexts(programs, request, planner, 2, selecting=selecting)
     listeners, finish = [selecting.listen, looks.append], selecting.finished(judge.finished)
-    rollout = driver.start(contexts, listeners, finish, programs.clock)
-    background = IdleDriver(rollout, work, 0, 2, 0.0, lambda: math.inf)
+    rollout = driver.LocalGroups(contexts, listeners, finish, programs.clock)
+    background = IdleDriver(rollout, work, 2, 0.0, lambda: math.inf)
     result = kept(simulator.simulate(rollout, programs, background, selecting), selecting.choice)
     assert selecting.choice == reference(scores)
     found = {one.uid: one.tokens.tolist() for one in result.completions}

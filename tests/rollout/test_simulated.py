@@ -14,19 +14,19 @@ import toys
 from scenarios import Scenario, ScenarioCosts, ScenarioPrograms, in_scenario
 
 from tlt_jax.config.schema import Speculation
-from tlt_jax.rollout.buckets import doubling
-from tlt_jax.rollout.events import Decided, Harvested
 from tlt_jax.rollout.executables.programs import (
     Admit,
     CatchUp,
     Decode,
+    Harvest,
     Prefill,
     Resize,
     Start,
     StateShape,
 )
+from tlt_jax.rollout.recorder import Decided, Harvested
+from tlt_jax.rollout.request import doubling
 from tlt_jax.rollout.scheduler import driver, payback
-from tlt_jax.rollout.scheduler.harvest import Harvest
 from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.rollout.scheduler.state import GroupView
 from tlt_jax.simulate import decoding, simulator
@@ -74,7 +74,7 @@ def run(
     """(result, state of the tuner) of a simulated rollout."""
     planner = Planner(batches, slots, tuner or baselines.fixed("off"), state)
     contexts = scenarios.contexts(programs, request, planner, groups)
-    rollout = driver.start(contexts, listeners, clock=programs.clock)
+    rollout = driver.LocalGroups(contexts, listeners, clock=programs.clock)
     return simulator.simulate(rollout, programs), planner.state
 
 
@@ -219,7 +219,7 @@ def test_decisions_and_counts_equal_those_of_real_programs_with_the_same_answers
         **shape,
         **buckets,
     )
-    real = driver.run(driver.start(contexts))
+    real = driver.run(driver.LocalGroups(contexts))
     request = contexts[0].request
     ends = {
         tuple(request.keys[one.uid]): len(one.tokens) + (one.finish == "length")
@@ -306,7 +306,7 @@ def test_a_clock_that_jumps_gives_the_results_of_one_that_waits():
     def rollout_with(wait):
         programs = in_scenario(Scenario(scenarios.cpu, 0.8), scenarios.long_tailed(LONGEST))
         planner = Planner(BATCHES, SLOTS, baselines.fixed(TREE))
-        rollout = driver.start(
+        rollout = driver.LocalGroups(
             scenarios.contexts(programs, long_tail(), planner, 2), clock=programs.clock
         )
         return driver.run(rollout) if wait else simulator.simulate(rollout, programs)
@@ -498,7 +498,9 @@ def test_windows_of_ended_sequences_are_harvested_at_the_cost_of_a_copy():
     request = scenarios.request([5], 3, 100, seed=0, capacity=2, in_flight=1)
     contexts = scenarios.contexts(programs, request, Planner((2,), SLOTS, baselines.fixed("off")))
     contexts = [replace(one, harvester=Whole()) for one in contexts]
-    rollout = driver.start(contexts, [lambda look: found.extend(look.events)], clock=programs.clock)
+    rollout = driver.LocalGroups(
+        contexts, [lambda look: found.extend(look.events)], clock=programs.clock
+    )
     simulator.simulate(rollout, programs)
     windows = [event.windows for event in found if isinstance(event, Harvested)]
     assert sorted(sum(windows, ())) == [(0, 0), (1, 0), (1, 64), (2, 0)]
@@ -510,7 +512,7 @@ def test_a_stopped_rollout_returns_its_partial_sequences():
     contexts = scenarios.contexts(
         programs, long_tail(capacity=16), Planner(BATCHES, SLOTS, baselines.fixed(TREE)), 2
     )
-    rollout = driver.start(
+    rollout = driver.LocalGroups(
         contexts, [lambda look: look.began > 1.5 and rollout.stop()], clock=programs.clock
     )
     result = simulator.simulate(rollout, programs)
@@ -587,7 +589,7 @@ def test_every_chunk_has_rounds_and_every_rollout_ends(seed):
 
     planner = Planner((1, 4, 16), slots, tuner, None, rest, groups=groups)
     contexts = scenarios.contexts(programs, request, planner, groups)
-    rollout = driver.start(contexts, [watched], clock=programs.clock)
+    rollout = driver.LocalGroups(contexts, [watched], clock=programs.clock)
     result = simulator.simulate(rollout, programs)
     assert len(result.completions) == len(request.keys)
 

@@ -11,7 +11,6 @@ import test_simulated as simulation
 from scenarios import Scenario, in_scenario
 
 from tlt_jax.config.schema import Speculation
-from tlt_jax.rollout.executables.compile_cost import relative
 from tlt_jax.rollout.executables.programs import Decode
 from tlt_jax.rollout.scheduler import driver
 from tlt_jax.rollout.scheduler.payback import Payback
@@ -118,7 +117,7 @@ def compiled(estimates) -> Counter:
     """The number of chunks that a run of 12 rollouts compiles, by drafter."""
     scenario, payback, state = scenario_of(scenarios.gpu, 0.5, 0.85, 0.85), Payback(), None
     programs = in_scenario(
-        scenario, scenarios.long_tailed(600), lambda program: 0.2 * relative(program)
+        scenario, scenarios.long_tailed(600), lambda program: 0.2 * program.relative_seconds
     )
     tuner = goodput.goodput(ARMS, NODE[scenarios.gpu], learning=(LEARNED, MERGED))
     state = tuner.init()
@@ -127,7 +126,7 @@ def compiled(estimates) -> Counter:
         payback.begin(11 - step, len(request.keys))
         planner = Planner((1, 4, 16, 48), (256, 512, 1024), tuner, state, payback, 664)
         contexts = scenarios.contexts(programs, request, planner)
-        simulator.simulate(driver.start(contexts, clock=programs.clock), programs)
+        simulator.simulate(driver.LocalGroups(contexts, clock=programs.clock), programs)
         state = tuner.update_prior(planner.state, estimates if step >= 3 else {})
     chunks = [one.strategy for one in programs.compiled if isinstance(one, Decode)]
     return Counter(one.drafter for one in chunks if one != PLAIN)

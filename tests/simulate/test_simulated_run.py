@@ -11,7 +11,7 @@ import pytest
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Data, Rollout, Speculation, Train
 from tlt_jax.errors import ConfigError, DataError
-from tlt_jax.rollout import scheduling
+from tlt_jax.rollout import engine
 from tlt_jax.rollout.executables.programs import Decode, StateShape
 from tlt_jax.simulate import acceptance, lengths, run
 from tlt_jax.simulate.acceptance import Acceptances, Curve
@@ -77,7 +77,7 @@ def test_virtual_time_is_exact_for_a_plain_rollout_of_one_group(monkeypatch):
     """Two rows in one bucket: 100 rounds of both, then 60 of one; what a row reads grows by one token a round."""
     costs = table(rows=(2,), held=512.0)
     config = configuration(prompts=1, samples=2, chunk=50, slots=2, max_new_tokens=992)
-    monkeypatch.setattr(scheduling, "doubling", lambda first, last: [last])  # one bucket each
+    monkeypatch.setattr(engine, "doubling", lambda first, last: [last])  # one bucket each
     (step,) = steps_of("plain", world(costs, Given(100, 160), steps=1), config)
     fixed, each, _ = costs.shape(2, PLAIN)
     read = sum((20 + t + 0.5) / 2 * (2 if t < 100 else 1) for t in range(160))

@@ -30,7 +30,7 @@ def disagree(index: int) -> None:
     """By the clocks of the first process, even this short run trains its drafter under drafter_training.share auto."""
     from tlt_jax.drafter import investment
     from tlt_jax.rollout import learned_drafter
-    from tlt_jax.rollout.executables.compile_cost import CompileCosts
+    from tlt_jax.rollout.executables.compilation import CompileCosts
 
     investment.LONG, investment.CHANCE = 0.6, 1e3
     seconds, compile_cost = 4.0 * (1 + index), 0.01 + 3.0 * index

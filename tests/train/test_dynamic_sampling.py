@@ -24,7 +24,7 @@ from tlt_jax.config import Config
 from tlt_jax.data import dataset as datasets
 from tlt_jax.errors import ConfigError
 from tlt_jax.rewards import Scorer
-from tlt_jax.rollout.selecting import Selecting
+from tlt_jax.rollout.selection import Selecting
 from tlt_jax.train import dynamic_sampling, loop
 from tlt_jax.train.dynamic_sampling import DynamicSampling
 

@@ -23,7 +23,7 @@ from tlt_jax.drafter import investment, step_training
 from tlt_jax.drafter.investment import Investment
 from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.executables.compile_cost import CompileCosts
+from tlt_jax.rollout.executables.compilation import CompileCosts
 from tlt_jax.train import loop
 from tlt_jax.train.run_state import INVESTMENT
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,11 +22,14 @@ from tlt_jax.drafter.investment import Budget
 from tlt_jax.drafter.recipe import DrafterState
 from tlt_jax.drafter.replay import Replay
 from tlt_jax.drafter.update import Copies
-from tlt_jax.rollout.events import Look
-from tlt_jax.rollout.executables.protocols import Program, Programs
+from tlt_jax.rollout.executables.programs import Program
+from tlt_jax.rollout.recorder import Look
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.scheduler.driver import WALL, Clock
 from tlt_jax.spec_decode.decode_state import Weights
+
+if TYPE_CHECKING:
+    from tlt_jax.rollout.executables.compilation import Executables
 
 LEAST_IDLE_S = 0.5  # shortest expected idle time in which a group trains
 RESIZED = 0.05  # share of the rest of the run's rollouts that compiling micro-steps of another size may take
@@ -72,7 +75,7 @@ class IdleTraining:
         self,
         on_devices: Copies,
         replays: Mapping[int, Replay],
-        programs: Programs,
+        programs: Executables,
         piece: Callable[[int, int, int], Program],
         bound: float = MICRO_STEP_S,
         job: Job | None = None,

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from tlt_jax.data.packing import PackedRows
 from tlt_jax.distributed.mesh import put, sharding
-from tlt_jax.rollout.events import Emitted, Ended, Harvested, Look
+from tlt_jax.rollout.recorder import Emitted, Ended, Harvested, Look
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.decode_state import BROKEN, Features
 

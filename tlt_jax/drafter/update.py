@@ -27,8 +27,7 @@ from tlt_jax.models import drafter as drafters, transformer
 from tlt_jax.models.architecture import Params
 from tlt_jax.models.drafter import DrafterParams
 from tlt_jax.optimizer import Adam
-from tlt_jax.rollout.executables.programs import GroupShapes, StateShape
-from tlt_jax.rollout.executables.protocols import Program
+from tlt_jax.rollout.executables.programs import GroupShapes, Program, StateShape
 
 
 def update(

@@ -121,7 +121,7 @@ class Model:
         write: Callable[[str], None] | None = None,
     ) -> dict[str, Any]:
         """The object that `--json` prints; `write` gets the text of the only answer in parts."""
-        from tlt_jax.rollout.events import Emitted, Look
+        from tlt_jax.rollout.recorder import Emitted, Look
 
         stream = TextStream(self.tokenizer, write) if write else None
 

@@ -28,8 +28,7 @@ from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.rewards import terms
 from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.events import Look
-from tlt_jax.rollout.recorder import Completion, RolloutResult
+from tlt_jax.rollout.recorder import Completion, Look, RolloutResult
 from tlt_jax.rollout.selection import Selection
 from tlt_jax.spec_decode.interface import Sampling
 from tlt_jax.spec_decode.strategy import LEARNED

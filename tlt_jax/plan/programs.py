@@ -22,11 +22,17 @@ from tlt_jax.drafter.idle_training import MOST_TOKENS
 from tlt_jax.drafter.update import MicroStep
 from tlt_jax.models import from_config, hf
 from tlt_jax.models.architecture import ModelConfig
-from tlt_jax.rollout.buckets import block_size, bucket_width
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.executables.programs import Admit, CatchUp, Decode, Prefill, StateShape
-from tlt_jax.rollout.executables.protocols import Program
-from tlt_jax.rollout.scheduler.harvest import Harvest
+from tlt_jax.rollout.executables.programs import (
+    Admit,
+    CatchUp,
+    Decode,
+    Harvest,
+    Prefill,
+    Program,
+    StateShape,
+)
+from tlt_jax.rollout.request import block_size, bucket_width
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -26,36 +29,113 @@ from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.models.drafter import DrafterConfig, DrafterParams
 from tlt_jax.models.low_rank import Lora
 from tlt_jax.rollout import bindings, exchange, kernel_check, ngram_memory
-from tlt_jax.rollout.events import Listener
 from tlt_jax.rollout.executables.background import Early
 from tlt_jax.rollout.executables.compilation import Executables, log_compile
 from tlt_jax.rollout.executables.disk_cache import use_compile_cache
 from tlt_jax.rollout.executables.programs import GroupShapes
-from tlt_jax.rollout.idle.driver import IdleWork
+from tlt_jax.rollout.idle import IdleWork
 from tlt_jax.rollout.ngram_memory import NGramMemory
-from tlt_jax.rollout.recorder import Completion, RolloutResult
-from tlt_jax.rollout.request import RolloutRequest, check
+from tlt_jax.rollout.recorder import Completion, Listener, RolloutResult
+from tlt_jax.rollout.request import (
+    FIRST_CACHE_BUCKET,
+    RolloutRequest,
+    bucket_width,
+    check,
+    doubling,
+)  # fmt: skip
 from tlt_jax.rollout.run import RolloutRun
+from tlt_jax.rollout.scheduler import planner
+from tlt_jax.rollout.scheduler.payback import Payback
 from tlt_jax.rollout.scheduler.state import Harvester
-from tlt_jax.rollout.scheduling import Scheduling
 from tlt_jax.rollout.selection import Selection
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.interface import DecodingParams, Sampling
-from tlt_jax.spec_decode.strategy import PLAIN
-from tlt_jax.tuner import goodput
+from tlt_jax.spec_decode.strategy import PLAIN, name
+from tlt_jax.tuner import cost_model, goodput, make
 from tlt_jax.tuner.interface import State as TunerState
 
 IN_FLIGHT = 2  # chunks that a data group may have queued
 
+log = logging.getLogger(__name__)
 
-class Engine(Scheduling):
+
+class EngineBase:
+    """What an engine with `groups` data groups decides with, on devices or in virtual time.
+
+    `drafter` is the configuration of the learned drafter while it is used, `learned` the same whether it is used or not;
+    `cost_table`: of a deterministic rollout, whose decisions do not depend on a clock. Raises ConfigError for batch
+    buckets that do not hold a group's sequences.
+
+    Ascending `batch_buckets` and `cache_buckets`: the rows and cache slots to compile when that pays; by default powers of
+    two and the rows of a group, and doubling from 256 to prompt + answer.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        drafter: DrafterConfig | None,
+        groups: int,
+        is_cpu: bool,
+        job: Job,
+        batch_buckets: Sequence[int] = (),
+        cache_buckets: Sequence[int] = (),
+    ):
+        self.config, self.job, self.group_count = config, job, groups
+        self.drafter = self.learned = drafter
+        self.drafter_kind = drafter.kind if drafter else config.speculation.drafter
+
+        speculation = config.speculation
+        arms, block = make.arms(speculation), drafters.block_pass(drafter)
+        self.arms = make.within(arms, drafter.depth if drafter else None)
+        if len(self.arms) < len(arms) and job.is_first:
+            deep = ", ".join(name(arm) for arm in arms if arm not in self.arms)
+            log.warning("%s: deeper than the drafter drafts in a round, so left out", deep)
+        one_pass = cost_model.OnePass(*block) if block else None
+        self.tuner = make.make_tuner(speculation, self.arms, is_cpu, one_pass)
+        self.cost_table = None
+        if config.rollout.deterministic:
+            self.cost_table = planner.cost_table(make.node_cost(is_cpu), one_pass)
+
+        self.capacity = config.rollout.slots or self.share(
+            config.rollout.prompts, config.rollout.samples
+        )
+        self.batches, self.caches = batch_buckets or doubling(1, self.capacity), cache_buckets
+        if self.batches[-1] < self.capacity:
+            raise ConfigError(
+                f"batch_buckets end at {self.batches[-1]}, and a data group decodes {self.capacity} sequences at "
+                f"once: add {self.capacity}, or set rollout.slots {self.batches[-1]}"
+            )
+        self.rollouts = itertools.count()
+        self.lengths: list[int] = []  # tokens of each answer of the last rollout
+        self.payback: dict[DecodingParams, Payback] = defaultdict(Payback)
+
+    def share(self, prompts: int, samples: int) -> int:
+        """Sequences of one data group when whole prompts are dealt evenly."""
+        return -(-prompts // self.group_count) * samples
+
+    def cache_buckets(
+        self, prompts: Sequence[np.ndarray], max_new_tokens: int | Sequence[int]
+    ) -> list[int]:
+        """Cache lengths to compile: those of the engine, and what these prompts need beyond it."""
+        lengths, limit = (
+            np.asarray([len(prompt) for prompt in prompts]),
+            int(np.max(max_new_tokens)),
+        )
+        need = max(int(np.max(lengths + max_new_tokens)), bucket_width(int(lengths.max())))
+        usual = self.config.data.max_prompt_tokens
+        usual = max(usual + max(limit, self.config.rollout.max_new_tokens), bucket_width(usual))
+        buckets = self.caches or doubling(FIRST_CACHE_BUCKET, usual)
+        return [*buckets, *doubling(2 * buckets[-1], need)] if need > buckets[-1] else buckets
+
+
+class Engine(EngineBase):
     """Owns the executables of every data group and the memory that n-grams are drawn from; no state that a run needs.
 
     `use_learned` decides whether the learned drafter is used; `tuner` holds the functions of the tuner, whose state a rollout
     is given and returns. With `captures_states` the programs keep the policy's normed last hidden states next to the
     features, for harvesters. `lora`: the adapters of the policies that are published. Each process of a `job` has an engine
     for its `local_groups`; all of them call `publish` and `run` together. Ascending `batch_buckets` and `cache_buckets`: see
-    Scheduling. Losing an engine costs compilations and speed.
+    EngineBase. Losing an engine costs compilations and speed.
     Raises ConfigError when a data group lies on several processes.
     """
 

@@ -14,8 +14,7 @@ import numpy as np
 from flax import serialization
 
 from tlt_jax.distributed.job import Job
-from tlt_jax.rollout.events import Decision
-from tlt_jax.rollout.recorder import Completion, RolloutResult, Span
+from tlt_jax.rollout.recorder import Completion, Decision, RolloutResult, Span
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.tuner.interface import Measurement
 

@@ -6,28 +6,29 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tlt_jax.rollout.buckets import FIRST_CACHE_BUCKET
 from tlt_jax.rollout.executables.programs import Decode
-from tlt_jax.rollout.interface import RolloutEngine
+from tlt_jax.rollout.request import FIRST_CACHE_BUCKET
 from tlt_jax.rollout.scheduler.payback import MARGIN, smallest
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, PLAIN
 from tlt_jax.tuner.interface import Cell, State as TunerState
+
+if TYPE_CHECKING:
+    from tlt_jax.rollout.engine import Engine
 
 FEATURES = 0.02  # share of the rollouts' seconds that capturing features for the drafter costs
 DETERMINISTIC_GAIN = 0.1  # log speedup that drafting must reach where no clock takes part
 
 
-def is_usable(engine: RolloutEngine, tuner: TunerState) -> bool:
+def is_usable(engine: Engine, tuner: TunerState) -> bool:
     """Whether the tuner may choose strategies of the learned drafter in this state."""
     return any(arm.drafter in (LEARNED, MERGED) for arm in engine.tuner.usable(tuner, 1, 1))
 
 
-def payback(
-    engine: RolloutEngine, tuner: TunerState, depths: Sequence[float]
-) -> tuple[float, float]:
+def payback(engine: Engine, tuner: TunerState, depths: Sequence[float]) -> tuple[float, float]:
     """Seconds that drafting with the learned drafter saves in the rest of the run, and seconds that starting it costs.
 
     `depths`: the drafter's acceptance at depth 1, 2, ..., each given the depths before. Returns (0, 0) while no chunk has

@@ -1,29 +1,46 @@
-"""The run of one rollout: its queues and planners, the groups that decode it, and one result of all processes."""
+"""The run of one rollout: its queues and planners, the groups that decode it, and one result of all processes.
+
+Also the programs that a rollout needs first, known before it has weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from tlt_jax.distributed.board import Ending
+from tlt_jax.distributed.board import Ending, LocalBoard
 from tlt_jax.rollout import exchange
-from tlt_jax.rollout.events import Emitted, Listener, Look
-from tlt_jax.rollout.idle.driver import IdleDriver, IdleWork
-from tlt_jax.rollout.idle.expected_time import ExpectedTime
-from tlt_jax.rollout.interface import RolloutEngine
-from tlt_jax.rollout.recorder import Completion, RolloutRecorder, RolloutResult
+from tlt_jax.rollout.executables.programs import CatchUp, Decode, Prefill, Program, Start
+from tlt_jax.rollout.idle import ExpectedTime, IdleDriver, IdleWork
+from tlt_jax.rollout.recorder import (
+    Completion,
+    Emitted,
+    Listener,
+    Look,
+    RolloutRecorder,
+    RolloutResult,
+)  # fmt: skip
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.scheduler import deterministic, driver
+from tlt_jax.rollout.scheduler import driver, group
 from tlt_jax.rollout.scheduler.payback import Payback
-from tlt_jax.rollout.scheduler.planner import Planner
-from tlt_jax.rollout.scheduler.queue import WorkQueue
-from tlt_jax.rollout.scheduler.state import GroupContext, Harvester, Needs, Queue, no_context
-from tlt_jax.rollout.selecting import Selecting
-from tlt_jax.rollout.selection import Choice, Selection
+from tlt_jax.rollout.scheduler.planner import Planner, learned, most_lag
+from tlt_jax.rollout.scheduler.queue import DealtQueue, WorkQueue
+from tlt_jax.rollout.scheduler.state import (
+    GroupContext,
+    GroupState,
+    Harvester,
+    Needs,
+    no_context,
+)  # fmt: skip
+from tlt_jax.rollout.selection import Choice, Selecting, Selection
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.tuner.interface import State as TunerState
+
+if TYPE_CHECKING:
+    from tlt_jax.rollout.engine import Engine
 
 
 class RolloutRun:
@@ -39,7 +56,7 @@ class RolloutRun:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: Engine,
         number: int,
         request: RolloutRequest,
         weights: Mapping[int, Weights],
@@ -79,14 +96,14 @@ class RolloutRun:
             return {index: planner() for index in local}
         return dict.fromkeys(local, planner())
 
-    def make_queues(self) -> dict[int, Queue]:
+    def make_queues(self) -> dict[int, WorkQueue | DealtQueue]:
         """The queue that each local group takes samples from."""
         engine, selecting = self.engine, self.selecting
         bound = (lambda: selecting.bound) if selecting else None
         sizes = len(self.request.prompts), self.request.samples, bound
         if engine.cost_table:
             return {
-                index: deterministic.DealtQueue(index, len(engine.groups), *sizes)
+                index: DealtQueue(index, len(engine.groups), *sizes)
                 for index in engine.local_groups
             }
         shared = WorkQueue(engine.job.board, self.scope, *sizes)
@@ -124,7 +141,9 @@ class RolloutRun:
         if selecting:
             own, on_finish = [*own, selecting.listen], selecting.finished(on_finish)
         listening = [*own, *listeners]
-        rollout = driver.start(self.contexts, listening, on_finish, self.clock, self.recorder_type)
+        rollout = driver.LocalGroups(
+            self.contexts, listening, on_finish, self.clock, self.recorder_type
+        )
         background = idle_work and self.idle_driver(rollout, idle_work, least_idle)
         result = self.drive(rollout, interrupted, background)
         if selecting:
@@ -147,14 +166,16 @@ class RolloutRun:
 
     def drive(
         self,
-        rollout: driver.Rollout,
+        rollout: driver.LocalGroups,
         interrupted: Callable[[], bool] | None,
         background: IdleDriver | None,
     ) -> RolloutResult:
         """Polls the rollout and its idle work to their end; see driver.run."""
         return driver.run(rollout, interrupted, background, self.ending, self.selecting)
 
-    def idle_driver(self, rollout: driver.Rollout, work: IdleWork, least_idle: float) -> IdleDriver:
+    def idle_driver(
+        self, rollout: driver.LocalGroups, work: IdleWork, least_idle: float
+    ) -> IdleDriver:
         """What gives groups that have nothing left to decode this work."""
         ending, recorder = self.ending, rollout.recorder
         left = ExpectedTime(self.request, self.engine.lengths)
@@ -166,9 +187,7 @@ class RolloutRun:
             return max(seconds, ending.others(now))
 
         groups = len(self.engine.groups)
-        return IdleDriver(
-            rollout, work, self.number, groups, least_idle, expected, lambda: bool(ending.how)
-        )
+        return IdleDriver(rollout, work, groups, least_idle, expected, lambda: bool(ending.how))
 
     def remember(self, look: Look) -> None:
         """Keeps the answers that n-grams are drawn from."""
@@ -188,9 +207,7 @@ class RolloutRun:
         """The tuner's state after the rollout, the same in all processes."""
         engine, tuner = self.engine, self.tuner
         if engine.cost_table:
-            return deterministic.learned(
-                engine.tuner, tuner, result.measurements, engine.cost_table
-            )
+            return learned(engine.tuner, tuner, result.measurements, engine.cost_table)
         if engine.job.count == 1:
             return self.planners[engine.local_groups[0]].state
         for measurement in result.measurements:  # all learn the same, in the same order
@@ -207,7 +224,7 @@ def kept(result: RolloutResult, choice: Choice) -> RolloutResult:
 
 
 def make_planner(
-    engine: RolloutEngine,
+    engine: Engine,
     request: RolloutRequest,
     tuner: TunerState,
     payback: Payback,
@@ -224,7 +241,7 @@ def make_planner(
     )  # fmt: skip
 
 
-def needs(engine: RolloutEngine) -> dict[str, Needs]:
+def needs(engine: Engine) -> dict[str, Needs]:
     """What the engine's drafters need from the host, by their names in strategies."""
     shapes = engine.programs.shapes[0]
     return {
@@ -234,3 +251,58 @@ def needs(engine: RolloutEngine) -> dict[str, Needs]:
         )
         for name, one in {"": shapes.drafter, **shapes.drafters}.items()
     }
+
+
+class Nothing:
+    """Executables of which none is compiled, and which compute nothing."""
+
+    version, compiling_alongside = 0, False
+
+    def get(self, program: Program) -> Callable[..., Any]:
+        return lambda *_: None
+
+    def compile_cost(self, program: Program) -> float:
+        return 1.0
+
+    def prepare(self, programs: Iterable[Program]) -> None:
+        """Compiles nothing."""
+
+
+def compiles_early(engine: Engine) -> bool:
+    """Whether cores are free for programs that are needed later: one for each of the two that compile at once at least.
+
+    On a CPU several processes may share the cores: they compile nothing early.
+    """
+    programs = engine.programs
+    return programs.spare_cores >= 2 and not (programs.is_cpu and engine.job.count > 1)
+
+
+def begin_compiling(engine: Engine, request: RolloutRequest, tuner: TunerState) -> None:
+    """Starts to compile what the request's first chunk needs in the background."""
+    for program in first_programs(engine, request, tuner):
+        engine.programs.begin(program)
+
+
+def first_programs(engine: Engine, request: RolloutRequest, tuner: TunerState) -> list[Program]:
+    """The programs of the first chunk of the first local group, in the order in which compiling them should begin.
+
+    They are those that the group would compile now; without admissions, which are lowered when their prefill is compiled.
+    """
+    index, payback = engine.local_groups[0], Payback()
+    payback.begin(request.rollouts_left, len(request.keys))
+    sizes = len(request.prompts), request.samples
+    queue = (
+        DealtQueue(index, len(engine.groups), *sizes)
+        if engine.cost_table
+        else WorkQueue(LocalBoard(), "first", *sizes)
+    )
+    context = GroupContext(
+        index, Nothing(), None, request, queue, make_planner(engine, request, tuner, payback), needs(engine)
+    )  # fmt: skip
+    state, _ = group.plan(context, GroupState())
+    shape, strategy = group.shape_of(context, state), state.decision.strategy
+    prefills = dict.fromkeys(Prefill(index, *joining.source.sizes) for joining in state.joining)
+    chunk = Decode(shape, request.rounds, strategy, request.params)
+    widest = max(joining.source.sizes[1] for joining in state.joining)
+    catch_up = [CatchUp(shape)] if widest > most_lag(context, strategy) else []
+    return [*prefills, chunk, Start(shape), *catch_up]

@@ -11,16 +11,15 @@ import numpy as np
 from tlt_jax.config import Config
 from tlt_jax.distributed.job import Job
 from tlt_jax.models.drafter import DrafterConfig
-from tlt_jax.rollout.events import Listener, Look, WentIdle
-from tlt_jax.rollout.idle.driver import IdleDriver, IdleWork
+from tlt_jax.rollout.engine import EngineBase
+from tlt_jax.rollout.idle import IdleDriver, IdleWork
 from tlt_jax.rollout.learned_drafter import FEATURES
-from tlt_jax.rollout.recorder import RolloutRecorder, RolloutResult
+from tlt_jax.rollout.recorder import Listener, Look, RolloutRecorder, RolloutResult, WentIdle
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.run import RolloutRun
 from tlt_jax.rollout.scheduler import driver
-from tlt_jax.rollout.scheduler.planner import Planner
-from tlt_jax.rollout.scheduler.state import CandidatePrograms, GroupView, Harvester
-from tlt_jax.rollout.scheduling import Scheduling
+from tlt_jax.rollout.scheduler.planner import GroupCandidates, Planner
+from tlt_jax.rollout.scheduler.state import GroupView, Harvester
 from tlt_jax.simulate import simulator
 from tlt_jax.simulate.decoding import NOTHING
 from tlt_jax.spec_decode.decode_state import Weights
@@ -31,8 +30,8 @@ from tlt_jax.tuner.interface import Cell, State as TunerState
 NOTHINGS = np.broadcast_to(NOTHING, 1 << 40)  # one byte of memory
 
 
-class SimulatedEngine(Scheduling):
-    """An engine of `groups` data groups whose programs are simulated; implements interface.RolloutEngine.
+class SimulatedEngine(EngineBase):
+    """An engine of `groups` data groups whose programs are simulated; with the methods of rollout.engine.Engine.
 
     `make_programs(drafters)` returns simulator.SimulatedPrograms, given the names that strategies may have for drafters.
     """
@@ -127,7 +126,7 @@ def request(
 class SharedPlanner(Planner):
     """A planner of groups whose programs are compiled at the same time: what is compiled is looked up once for all."""
 
-    def compiled(self, view: GroupView, candidates: CandidatePrograms) -> list[Cell]:
+    def compiled(self, view: GroupView, candidates: GroupCandidates) -> list[Cell]:
         return super().compiled(replace(view, group=0), candidates)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from tlt_jax.config import Config
 from tlt_jax.drafter.recipes import idle_recipe
 from tlt_jax.models.architecture import ModelConfig
-from tlt_jax.rollout.events import Look
+from tlt_jax.rollout.recorder import Look
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.simulate.acceptance import Acceptances
 from tlt_jax.simulate.engine import SimulatedEngine

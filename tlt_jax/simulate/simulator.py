@@ -12,24 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from tlt_jax.rollout.buckets import admission_size
-from tlt_jax.rollout.events import Look, WentIdle
-from tlt_jax.rollout.executables.compile_cost import BACKGROUND, CompileCosts
+from tlt_jax.rollout.executables.compilation import BACKGROUND, CompileCosts
 from tlt_jax.rollout.executables.programs import (
     Admit,
     CatchUp,
     Decode,
+    Harvest,
     Prefill,
+    Program,
     Resize,
     Start,
     StateShape,
     of_group,
 )
-from tlt_jax.rollout.executables.protocols import Program
-from tlt_jax.rollout.recorder import IDLE_ROUND, RolloutResult
-from tlt_jax.rollout.scheduler.driver import BackgroundWork, Rollout
-from tlt_jax.rollout.scheduler.harvest import Harvest
-from tlt_jax.rollout.selecting import Selecting
+from tlt_jax.rollout.idle import IdleDriver
+from tlt_jax.rollout.recorder import IDLE_ROUND, Look, RolloutResult, WentIdle
+from tlt_jax.rollout.request import admission_size
+from tlt_jax.rollout.scheduler.driver import LocalGroups
+from tlt_jax.rollout.selection import Selecting
 from tlt_jax.simulate import decoding
 from tlt_jax.simulate.cost_table import CAPTURED, CPU, FEATURES, CostTable
 from tlt_jax.simulate.decoding import Acceptance, Lengths, Rows
@@ -363,9 +363,9 @@ def noiseless_seconds(round_cost: RoundCost, program: Program, rounds: int) -> f
 
 
 def simulate(
-    rollout: Rollout,
+    rollout: LocalGroups,
     programs: SimulatedPrograms,
-    background: BackgroundWork | None = None,
+    background: IdleDriver | None = None,
     selecting: Selecting | None = None,
 ) -> RolloutResult:
     """Runs the rollout and the `background` work to their end; between events the clock jumps to the next program's end.

@@ -31,8 +31,8 @@ from tlt_jax.models import drafter as drafters, hf_drafter
 from tlt_jax.models.architecture import Params
 from tlt_jax.models.drafter import DrafterConfig, DrafterParams
 from tlt_jax.rollout import learned_drafter
-from tlt_jax.rollout.executables.protocols import Program
-from tlt_jax.rollout.interface import RolloutEngine
+from tlt_jax.rollout.engine import Engine
+from tlt_jax.rollout.executables.programs import Program
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.scheduler.driver import WALL, Clock
@@ -152,7 +152,7 @@ class LearningParts(NamedTuple):
     clock: Clock = WALL
 
 
-def on_devices(config: Config, engine: RolloutEngine) -> LearningParts:
+def on_devices(config: Config, engine: Engine) -> LearningParts:
     """The drafter of drafter_training on the devices of the engine's local groups."""
     recipe = idle_recipe(config, engine.model_config, engine.learned, engine.mesh)
     groups = {index: engine.groups[index] for index in engine.local_groups}
@@ -174,7 +174,7 @@ class DrafterLearning:
     update (None with drafter_training.share 0). `steps`: RL steps of the run.
     """
 
-    def __init__(self, config: Config, engine: RolloutEngine, steps: int, parts: LearningParts):
+    def __init__(self, config: Config, engine: Engine, steps: int, parts: LearningParts):
         self.config, self.engine, self.steps, self.parts = config, engine, steps, parts
         self.recipe = parts.recipe
         self.idle = IdleTraining(

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,11 +20,13 @@ from tlt_jax.keys import EVAL_STREAM
 from tlt_jax.metrics.evaluations import Judged
 from tlt_jax.rewards import Score, Scorer
 from tlt_jax.rollout import exchange
-from tlt_jax.rollout.interface import RolloutEngine
 from tlt_jax.rollout.recorder import LENGTH, Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.interface import Sampling
 from tlt_jax.tuner.interface import EVALUATION, TRAINING, State as TunerState
+
+if TYPE_CHECKING:
+    from tlt_jax.rollout.engine import Engine
 
 
 class Evaluated(NamedTuple):
@@ -43,7 +45,7 @@ class Evaluator:
     """
 
     config: Config
-    engine: RolloutEngine
+    engine: Engine
     dataset: Dataset
     tokenizer: Any
     scorer: Scorer

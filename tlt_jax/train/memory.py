@@ -32,8 +32,8 @@ from tlt_jax.models import (
 )
 from tlt_jax.models.drafter import DrafterConfig
 from tlt_jax.models.remat import ATTENTION, FULL, NONE, PRODUCTS, Remat
-from tlt_jax.rollout.buckets import bucket_width
 from tlt_jax.rollout.executables.programs import GroupShapes, StateShape
+from tlt_jax.rollout.request import bucket_width
 from tlt_jax.train import policy_update
 from tlt_jax.train.policy_update import Recipe
 

@@ -24,11 +24,11 @@ from tlt_jax.metrics import Writer, check_trackers
 from tlt_jax.models import from_config, remat as remats
 from tlt_jax.models.architecture import Params
 from tlt_jax.models.drafter import DrafterParams
-from tlt_jax.rollout import first
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.background import Early
 from tlt_jax.rollout.executables.disk_cache import sources
 from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.rollout.run import begin_compiling, compiles_early
 from tlt_jax.spec_decode.interface import Sampling
 from tlt_jax.spec_decode.strategy import LEARNED
 from tlt_jax.train import (
@@ -125,7 +125,7 @@ def update_programs(run: Run) -> UpdatePrograms:
     config, engine, recipe = run.config, run.engine, run.recipe
     correct = partial(memory.corrected, config, engine.learned, run.job)
     update = policy_update.corrected_programs(config, recipe, correct)
-    if not first.compiles_early(engine):
+    if not compiles_early(engine):
         return update
     early = UpdatePrograms(*(Early(one, engine.programs.background) for one in update))
     state, rows = policy_update.abstract_state(recipe), batch.abstract_rows_of(config, recipe)
@@ -151,7 +151,7 @@ def begin_rollout(run: Run, state: RunState | None = None) -> None:
     What a new run decodes first depends on them only where it has a drafter to start with.
     """
     engine = run.engine
-    if not first.compiles_early(engine):
+    if not compiles_early(engine):
         return
     if state is None:
         if run.drafter_params is not None or (run.drafter and engine.tuner.has_fixed_policy):
@@ -162,7 +162,7 @@ def begin_rollout(run: Run, state: RunState | None = None) -> None:
     if step < run.steps:
         position = None if state is None else state.position
         prompts = dynamic_sampling.window(run.config, run.dataset, step, position)
-        first.begin_compiling(engine, run.request(prompts, step), tuner)
+        begin_compiling(engine, run.request(prompts, step), tuner)
 
 
 def facts(config: Config, dataset: Dataset) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from tlt_jax.tuner.interface import (
     Measurement,
     State,
     Tuner,
+    expected_saving,
     swapped,
 )
 
@@ -321,15 +322,3 @@ def stakes(view: Prediction, i: int) -> tuple[np.ndarray, np.ndarray]:
     """
     apart_A = view.speed - view.speed[i]
     return expected_saving(apart_A, view.error), expected_saving(-apart_A, view.error)
-
-
-def expected_saving(apart: np.ndarray, error: np.ndarray) -> np.ndarray:
-    """E[max(0, 1 - exp(-x))] for x normal with mean `apart` and standard deviation `error`."""
-    error = np.maximum(error, 1e-6)
-    above = normal(apart / error)
-    return above - np.exp(error**2 / 2 - apart) * normal(apart / error - error)
-
-
-def normal(x: np.ndarray) -> np.ndarray:
-    """The cumulative distribution function of the standard normal distribution."""
-    return np.array([0.5 * math.erfc(-one / math.sqrt(2)) for one in x])

@@ -140,3 +140,15 @@ def swapped(state: State, kind: str, own: State) -> State:
 def unchanged(state: State, *_: Any) -> State:
     """The same state: `update_prior` of tuners that do not learn."""
     return state
+
+
+def expected_saving(apart: np.ndarray, error: np.ndarray) -> np.ndarray:
+    """E[max(0, 1 - exp(-x))] for x normal with mean `apart` and standard deviation `error`."""
+    error = np.maximum(error, 1e-6)
+    above = normal(apart / error)
+    return above - np.exp(error**2 / 2 - apart) * normal(apart / error - error)
+
+
+def normal(x: np.ndarray) -> np.ndarray:
+    """The cumulative distribution function of the standard normal distribution."""
+    return np.array([0.5 * math.erfc(-one / math.sqrt(2)) for one in x])

@@ -6,23 +6,33 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import jax
 
 from tlt_jax.distributed.mesh import is_cpu
-from tlt_jax.rollout.executables import background, serialized
+from tlt_jax.rollout.executables import background, disk_cache
 from tlt_jax.rollout.executables.background import Background
-from tlt_jax.rollout.executables.compile_cost import BACKGROUND, CACHED, LOADING, CompileCosts
-from tlt_jax.rollout.executables.disk_cache import ExecutableCache, digest
-from tlt_jax.rollout.executables.programs import Admit, Decode, GroupShapes, StateShape, of_group
-from tlt_jax.rollout.executables.protocols import Program
-from tlt_jax.rollout.executables.serialized import SerializationError, SerializedExecutable
+from tlt_jax.rollout.executables.disk_cache import (
+    ExecutableCache,
+    SerializationError,
+    SerializedExecutable,
+    digest,
+)  # fmt: skip
+from tlt_jax.rollout.executables.programs import (
+    Admit,
+    Decode,
+    GroupShapes,
+    Program,
+    StateShape,
+    of_group,
+)
 from tlt_jax.spec_decode.decode import Report
 from tlt_jax.spec_decode.strategy import PLAIN
 
@@ -30,6 +40,11 @@ MAX_PROGRAMS = 1024  # limit on the executables in memory: the least recently us
 # With less of LLVM's optimization the rollout's programs compile in four fifths of the time and run as fast
 # (0.98 to 1.05): most of their time is in matrix products, which come from libraries.
 CPU_OPTIONS = {"xla_backend_optimization_level": 1}
+# Expected seconds of a compilation, relative to compiling the program: to load one of another data group; one that an earlier
+# run compiled, which is lowered again; and the cost of a background compilation to a rollout.
+LOADING, CACHED, BACKGROUND = 0.07, 0.2, 0.3
+FIRST = 3.0  # expected seconds of a chunk of plain decoding before the first compilation
+RECENT = 12  # compilations that the estimate uses: newer ones may come from a cache
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +80,31 @@ class CompileResult:
     earlier: float = 0.0
 
 
+class CompileCosts:
+    """Measured seconds of compilations, and the expected seconds of the next."""
+
+    def __init__(self) -> None:
+        self.units: deque[float] = deque(maxlen=RECENT)
+        self.alike: dict[tuple, float] = {}
+
+    def note(self, program: Program, seconds: float) -> None:
+        """Adds the measured seconds of a compilation."""
+        self.units.append(seconds / program.relative_seconds)
+        self.alike[kind(program)] = seconds
+
+    def of(self, program: Program) -> float:
+        """Expected seconds: those of the last program of this kind, or scaled from other kinds."""
+        unit = median(self.units) if self.units else FIRST
+        return self.alike.get(kind(program), unit * program.relative_seconds)
+
+
+def kind(program: Program) -> tuple:
+    """The key of programs that compile in about the same time: sizes hardly matter."""
+    return type(program), getattr(program, "strategy", None)
+
+
 class Executables:
-    """The executables of every data group; `compiles` is the log. Implements the protocol `Programs`.
+    """The executables of every data group; `compiles` is the log.
 
     `waited`: start and end of each time that the caller waited for a compilation, in seconds of time.perf_counter.
 
@@ -188,7 +226,7 @@ class Executables:
         found = self.serialized[of_group(program, 0)]
         try:
             return CompileResult(
-                serialized.deserialize(found, self.devices(program)), found, is_loaded=True
+                disk_cache.deserialize(found, self.devices(program)), found, is_loaded=True
             )
         except SerializationError as error:
             log.info("every data group compiles its own programs: %s", error)
@@ -208,7 +246,7 @@ class Executables:
         if saved := [one for where, one in CACHE_HITS[hits:] if where == thread]:
             return CompileResult(executable, is_loaded=True, earlier=seconds + sum(saved))
         try:
-            data = serialized.serialize(executable, devices)
+            data = disk_cache.serialize(executable, devices)
             self.disk_cache.put(lowered, self.options, data, seconds)
         except SerializationError as error:
             level = logging.DEBUG if self.cannot_serialize else logging.INFO

@@ -1,7 +1,7 @@
-"""The programs of a data group, each named by the sizes it is compiled for; knows shapes, not networks.
+"""The programs of a data group, each named by the sizes it is compiled for.
 
-A program is lowered for the devices of its group (`lower`) and called by its group through a
-`Programs` protocol, which compiles or simulates it.
+A program is lowered for the devices of its group (`lower`), and called through the Executables that compile it, or through
+the simulator's programs.
 """
 
 from __future__ import annotations
@@ -9,20 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tlt_jax.rollout import buckets
-from tlt_jax.rollout.executables.protocols import Program, Programs
+from tlt_jax.rollout.request import admission_size
 from tlt_jax.spec_decode import decode, decode_state
-from tlt_jax.spec_decode.decode import Decoder, Report
-from tlt_jax.spec_decode.decode_state import Admission, DecodeState, Weights
+from tlt_jax.spec_decode.decode import Decoder
+from tlt_jax.spec_decode.decode_state import Admission, DecodeState, Features, Weights
 from tlt_jax.spec_decode.interface import DecodingParams, Drafter, PyTree, Target
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
+
+if TYPE_CHECKING:
+    from tlt_jax.rollout.executables.compilation import Executables
+
+DRAFTS, LEVEL = (
+    1.8,
+    0.05,
+)  # relative seconds of compiling a chunk that drafts, and of each of its levels
 
 
 @dataclass(frozen=True)
@@ -86,9 +92,35 @@ class GroupShapes:
         )
 
 
+class Program:
+    """Names one executable of one data group: frozen, hashable, with the sizes that it is compiled for as fields.
+
+    `relative_seconds`: what compiling it takes relative to a chunk of plain decoding, measured on policies of 1, 12 and 30
+    layers. `text`: its name in logs, a format of the program and of the name of its strategy.
+    """
+
+    group: int
+    relative_seconds: ClassVar[float] = 1.0
+    text: ClassVar[str]
+
+    def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
+        """The program lowered for its group's devices or device descriptions; `shapes`: those of the group.
+
+        `get` returns the executable of another program, whose shardings this one reads.
+        """
+        raise NotImplementedError
+
+    def __call__(self, programs: Executables, *arguments: Any) -> Any:
+        """Dispatches the program: the first line of each docstring has its arguments and results."""
+        return programs.get(self)(*arguments)
+
+    def __str__(self) -> str:
+        return self.text.format(self, name(getattr(self, "strategy", PLAIN)))
+
+
 @dataclass(frozen=True)
-class Start:
-    """start() -> state without sequences."""
+class OfState(Program):
+    """A program that makes or takes a decoding state."""
 
     state: StateShape
 
@@ -96,52 +128,47 @@ class Start:
     def group(self) -> int:
         return self.state.group
 
+
+@dataclass(frozen=True)
+class Start(OfState):
+    """start() -> state without sequences."""
+
+    relative_seconds = 0.07
+    text = "start of {0.state}"
+
     def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
         state = shapes.state(self.state)
         return jax.jit(partial(zeros, state), out_shardings=shardings(state)).lower()
 
-    def __call__(self, programs: Programs) -> DecodeState:
-        return programs.get(self)()
-
-    def __str__(self) -> str:
-        return f"start of {self.state}"
-
 
 @dataclass(frozen=True)
-class Prefill:
+class Prefill(Program):
     """prefill(target weights, tokens[Q, P], lengths[Q]) -> keys and values of the prompts, marker."""
 
     group: int
     prompts: int
     width: int
 
+    relative_seconds = 0.4
+    text = "prefill of {0.prompts} x {0.width}, group {0.group}"
+
     def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
         tokens, lengths = shapes.array(self.prompts, self.width), shapes.array(self.prompts)
         program = jax.jit(partial(prefill, shapes.target))
         return program.lower(shapes.target.params, tokens, lengths)
 
-    def __call__(
-        self, programs: Programs, params: PyTree, tokens: np.ndarray, lengths: np.ndarray
-    ) -> tuple[PyTree, jax.Array]:
-        return programs.get(self)(params, tokens, lengths)
-
-    def __str__(self) -> str:
-        return f"prefill of {self.prompts} x {self.width}, group {self.group}"
-
 
 @dataclass(frozen=True)
-class Admit:
+class Admit(OfState):
     """admit(state, prefilled, admission) -> state in which new sequences have rows; donates the state."""
 
-    state: StateShape
     source: Prefill
 
-    @property
-    def group(self) -> int:
-        return self.state.group
+    relative_seconds = 0.3
+    text = "admission to {0.state} from {0.source.prompts} x {0.source.width}"
 
     def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
-        state, size = shapes.state(self.state), buckets.admission_size(self.state.batch)
+        state, size = shapes.state(self.state), admission_size(self.state.batch)
         prefill = get(self.source)  # its results have the shardings that the compiler chose
         prefilled = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -159,26 +186,16 @@ class Admit:
         program = jax.jit(function, donate_argnums=0, out_shardings=shardings(state))
         return program.lower(state, prefilled, new)
 
-    def __call__(
-        self, programs: Programs, state: DecodeState, prefilled: PyTree, new: Admission
-    ) -> DecodeState:
-        return programs.get(self)(state, prefilled, new)
-
-    def __str__(self) -> str:
-        return f"admission to {self.state} from {self.source.prompts} x {self.source.width}"
-
 
 @dataclass(frozen=True)
-class Resize:
+class Resize(OfState):
     """resize(state, rows[batch]) -> state of these rows (-1: empty) with other numbers of rows and slots."""
 
-    state: StateShape
     batch: int
     slots: int
 
-    @property
-    def group(self) -> int:
-        return self.state.group
+    relative_seconds = 0.1
+    text = "resize of {0.state} to {0.batch} x {0.slots}"
 
     def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
         state = shapes.state(self.state)
@@ -187,22 +204,13 @@ class Resize:
         program = jax.jit(function, out_shardings=shardings(shapes.state(after)))
         return program.lower(state, shapes.array(self.batch))
 
-    def __call__(self, programs: Programs, state: DecodeState, rows: np.ndarray) -> DecodeState:
-        return programs.get(self)(state, rows)
-
-    def __str__(self) -> str:
-        return f"resize of {self.state} to {self.batch} x {self.slots}"
-
 
 @dataclass(frozen=True)
-class CatchUp:
+class CatchUp(OfState):
     """catch_up(state, weights, missing) -> state whose drafter lacks at most `missing` tokens, marker."""
 
-    state: StateShape
-
-    @property
-    def group(self) -> int:
-        return self.state.group
+    relative_seconds = 0.5
+    text = "catching up of {0.state}"
 
     def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
         state = shapes.state(self.state)
@@ -211,27 +219,21 @@ class CatchUp:
         program = jax.jit(function, donate_argnums=0, out_shardings=outputs)
         return program.lower(state, shapes.weights, shapes.array())
 
-    def __call__(
-        self, programs: Programs, state: DecodeState, weights: Weights, missing: np.int32
-    ) -> tuple[DecodeState, jax.Array]:
-        return programs.get(self)(state, weights, missing)
-
-    def __str__(self) -> str:
-        return f"catching up of {self.state}"
-
 
 @dataclass(frozen=True)
-class Decode:
+class Decode(OfState):
     """decode(state, weights, host context, bounds[2]) -> state, Report of a chunk; donates the state."""
 
-    state: StateShape
     rounds: int
     strategy: Strategy = PLAIN
     params: DecodingParams = DecodingParams()
 
     @property
-    def group(self) -> int:
-        return self.state.group
+    def relative_seconds(self) -> float:
+        drafts = self.strategy != PLAIN
+        return DRAFTS + LEVEL * self.strategy.depth if drafts else 1.0
+
+    text = "chunk of {0.rounds} rounds, {1}, of {0.state}"
 
     def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
         state = shapes.state(self.state)
@@ -245,18 +247,27 @@ class Decode:
         host = () if self.strategy == PLAIN else drafter.host_context(self.state.batch)
         return program.lower(state, shapes.weights, host, shapes.array(2))
 
-    def __call__(
-        self,
-        programs: Programs,
-        state: DecodeState,
-        weights: Weights,
-        host: PyTree,
-        bounds: np.ndarray,
-    ) -> tuple[DecodeState, Report]:
-        return programs.get(self)(state, weights, host, bounds)
 
-    def __str__(self) -> str:
-        return f"chunk of {self.rounds} rounds, {name(self.strategy)}, of {self.state}"
+@dataclass(frozen=True)
+class Harvest(OfState):
+    """harvest(state, rows[R], starts[R]) -> a window of features of each of these rows.
+
+    The state is not donated. Windows keep the sharding of the state's features.
+    """
+
+    rows: int
+    width: int
+
+    text = "harvest of {0.rows} x {0.width} from {0.state}"
+
+    def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
+        state, target, places = shapes.state(self.state), shapes.target, shapes.array(self.rows)
+        sources = Features(
+            target.features(state.cache), target.states(state.cache) if target.states else None
+        )
+        function = partial(decode_state.harvest, target, self.width)
+        program = jax.jit(function, out_shardings=shardings(sources))
+        return program.lower(state, places, places)
 
 
 def of_group(program: Program, group: int) -> Program:

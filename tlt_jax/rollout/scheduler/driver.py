@@ -1,33 +1,27 @@
-"""A rollout in steps: one thread polls its data groups; knows no network and no program."""
+"""A rollout in steps: one thread polls its data groups."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tlt_jax.distributed.board import INTERRUPTED, Ending
 from tlt_jax.errors import Interrupted
-from tlt_jax.rollout.events import Listener, Look
-from tlt_jax.rollout.recorder import Completion, RolloutRecorder, RolloutResult
+from tlt_jax.rollout.recorder import Completion, Listener, Look, RolloutRecorder, RolloutResult
 from tlt_jax.rollout.scheduler import group as machine
 from tlt_jax.rollout.scheduler.state import GroupContext, GroupState
-from tlt_jax.rollout.selecting import Selecting
+from tlt_jax.rollout.selection import Selecting
+
+if TYPE_CHECKING:
+    from tlt_jax.rollout.idle import IdleDriver
 
 PAUSE = 2e-4, 5e-3  # seconds between two polls of the devices: at first, and at most
 LATE = 0.02  # growth of the pause: a poll is late by at most this share of the wait; polls take cores from CPU devices
 
 
-class Clock(Protocol):
-    """A source of time, in seconds, that can sleep."""
-
-    def now(self) -> float: ...
-
-    def sleep(self, seconds: float) -> None: ...
-
-
-class WallClock:
-    """Real time."""
+class Clock:
+    """Real time, in seconds; simulations have another one."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -36,10 +30,10 @@ class WallClock:
         time.sleep(seconds)
 
 
-WALL = WallClock()
+WALL = Clock()
 
 
-class Rollout:
+class LocalGroups:
     """The data groups of one process that decode a request; the caller's loop calls `poll`.
 
     Listeners are called in order, after the dispatches of each poll. `on_finish` is called with every complete sequence.
@@ -109,31 +103,10 @@ class Rollout:
         return self.recorder.result(self.clock.now())
 
 
-def start(
-    contexts: Sequence[GroupContext],
-    listeners: Sequence[Listener] = (),
-    on_finish: Callable[[Completion], None] | None = None,
-    clock: Clock = WALL,
-    recorder_type: type[RolloutRecorder] = RolloutRecorder,
-) -> Rollout:
-    """A rollout, before its first dispatch."""
-    return Rollout(contexts, listeners, on_finish, clock, recorder_type)
-
-
-class BackgroundWork(Protocol):
-    """Work that the loop polls next to the rollout: rollout.idle.driver.IdleDriver."""
-
-    def poll(self) -> bool:
-        """Whether anything happened; never waits."""
-
-    @property
-    def is_done(self) -> bool: ...
-
-
 def run(
-    rollout: Rollout,
+    rollout: LocalGroups,
     interrupted: Callable[[], bool] | None = None,
-    background: BackgroundWork | None = None,
+    background: IdleDriver | None = None,
     ending: Ending | None = None,
     selecting: Selecting | None = None,
 ) -> RolloutResult:

@@ -2,40 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import jax
 import numpy as np
 
-from tlt_jax.rollout.buckets import admission_size, block_size, bucket_width
-from tlt_jax.rollout.events import Decided, Decision, Dispatched, Emitted, Event, Retired, WentIdle
 from tlt_jax.rollout.executables.programs import (
     Admit,
     CatchUp,
     Decode,
+    Harvest,
     Prefill,
     Resize,
     Start,
     StateShape,
     history_width,
 )
-from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.scheduler.candidates import GroupCandidates, extends, most_lag
-from tlt_jax.rollout.scheduler.harvest import ended, harvest, harvested, wanted
+from tlt_jax.rollout.recorder import (
+    Decided,
+    Decision,
+    Dispatched,
+    Emitted,
+    Ended,
+    Event,
+    Harvested,
+    Retired,
+    WentIdle,
+)  # fmt: skip
+from tlt_jax.rollout.request import RolloutRequest, admission_size, block_size, bucket_width
+from tlt_jax.rollout.scheduler.planner import GroupCandidates, extends, most_lag
 from tlt_jax.rollout.scheduler.state import (
     GroupContext,
     GroupState,
     GroupView,
+    Harvester,
     InFlight,
     Joining,
     Prefilled,
     Running,
+    Window,
     parked,
     queued,
 )
 from tlt_jax.spec_decode.decode import Report
-from tlt_jax.spec_decode.decode_state import RUNNING, Admission
+from tlt_jax.spec_decode.decode_state import BROKEN, RUNNING, Admission
 from tlt_jax.spec_decode.strategy import PLAIN
 
 # Limit on the un-awaited programs of one group: more than about 30 on fake CPU devices abort the process.
@@ -364,6 +375,60 @@ def decode(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
     lag = strategy.path if extends(context, strategy) else state.drafter_lag + most
     state = state.replace(device=device, decision=None, drafter_lag=lag, is_moved=False)
     return queued(state, flight), [event]
+
+
+def ended(rows: Sequence[Running | None], news: Mapping[int, Emitted]) -> list[Ended]:
+    """The sequences that end with these tokens, with their current rows; not those whose logits were not finite."""
+    return [
+        Ended(running.uid, row, running.tokens + len(news[running.uid].tokens))
+        for row, running in enumerate(rows)
+        if running and running.uid in news and news[running.uid].finish not in (RUNNING, BROKEN)
+    ]
+
+
+def wanted(harvester: Harvester, ends: Iterable[Ended]) -> list[Window]:
+    """The windows that the harvester wants of these ended sequences."""
+    return [
+        Window(end.uid, end.row, start)
+        for end in ends
+        for start in harvester.wanted(end.uid, end.length)
+    ]
+
+
+def harvest(
+    context: GroupContext, state: GroupState, shape: StateShape
+) -> tuple[GroupState, list[Event]]:
+    """Dispatches the copy of the next windows out of the decoding state of this shape.
+
+    One program copies as many windows as a prefill of their width has prompts: few sizes. While it
+    is still compiling in the background, these windows are dropped.
+    """
+    width = context.harvester.width
+    size = block_size(len(state.windows), width)
+    now, later = state.windows[:size], state.windows[size:]
+    rows, starts = np.zeros((2, size), np.int32)
+    rows[: len(now)] = [window.row for window in now]
+    starts[: len(now)] = [window.start for window in now]
+    program = Harvest(shape, size, width)
+    if context.programs.compile_cost(program):
+        context.programs.prepare([program])
+        if context.programs.compile_cost(program):
+            return state.replace(windows=later), []
+    values = program(context.programs, state.device, rows, starts)
+    marker = (
+        values.features if values.states is None else values.states
+    )  # features may have width 0
+    flight = InFlight(state.dispatched, "harvest", marker, windows=now, values=values)
+    event = Dispatched(flight.number, "harvest", state.batch, state.slots)
+    return queued(state.replace(windows=later), flight), [event]
+
+
+def harvested(flight: InFlight) -> list[Event]:
+    """The event of a finished harvest; none for other programs."""
+    if flight.values is None:
+        return []
+    windows = tuple((window.uid, window.start) for window in flight.windows)
+    return [Harvested(windows, flight.values, flight.marker)]
 
 
 def shape_of(context: GroupContext, sizes: GroupState | Decision | GroupView) -> StateShape:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from tlt_jax.tuner.goodput import expected_saving
-from tlt_jax.tuner.interface import Cell
+from tlt_jax.tuner.interface import Cell, expected_saving
 
 MEMORY = 0.8  # weight of a rollout in the means, relative to the next rollout
 LEAST = 0.5  # least share of the first rollout that is extrapolated to a whole one

@@ -1,19 +1,36 @@
-"""Plans every chunk: buckets that fit, the tuner's strategy, and the programs worth compiling; knows no network."""
+"""Plans every chunk: buckets that fit, the tuner's strategy, and the programs worth compiling.
+
+In a deterministic rollout (`rollout.deterministic`) decisions depend on counts and a cost table, not on a clock: every group
+has a planner, chunks are read one by one in the order in which decisions follow from them, every program counts as
+compiled, and a round costs what the cost model predicts for its shape before any measurement.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from tlt_jax.rollout.events import Decision
-from tlt_jax.rollout.scheduler.deterministic import CostTable
+from tlt_jax.rollout.executables.programs import (
+    Admit,
+    CatchUp,
+    Decode,
+    Prefill,
+    Program,
+    Resize,
+    Start,
+    StateShape,
+)  # fmt: skip
+from tlt_jax.rollout.recorder import Decision
 from tlt_jax.rollout.scheduler.payback import Payback, smallest
-from tlt_jax.rollout.scheduler.state import CandidatePrograms, GroupView
+from tlt_jax.rollout.scheduler.state import GroupContext, GroupView
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
-from tlt_jax.tuner.interface import Cell, Choice, Measurement, Tuner
+from tlt_jax.tuner import cost_model
+from tlt_jax.tuner.interface import Cell, Choice, Measurement, State, Tuner
 
 # While samples wait, a chunk ends once one in this many of its sequences has ended.
 ADMISSION_PATIENCE = 64
@@ -21,6 +38,69 @@ FEW = 4  # a chunk with room for fewer rounds than this gets a longer cache
 # Measured seconds between two evaluations of the candidates: at least this many, and this share of the run's.
 WEIGHED, WEIGHED_SHARE = 0.5, 0.05
 LASTS = 2.0  # rollouts' worth of saved time that pay for one more program
+ROUND = 0.02  # seconds that a cost table assumes for the fixed part of a round
+
+CostTable = Callable[[Measurement], Measurement]
+
+
+@dataclass(frozen=True)
+class GroupCandidates:
+    """The candidate programs of a group with its current rows and slots."""
+
+    context: GroupContext
+    view: GroupView
+
+    @property
+    def version(self) -> Hashable:
+        """Changes whenever a compile cost changes."""
+        return self.context.programs.version
+
+    def compile_cost(self, cell: Cell) -> float:
+        """Compile cost of all that a chunk of this cell needs, in seconds; 0: everything is compiled."""
+        return sum(map(self.context.programs.compile_cost, self.needed(cell)))
+
+    def chunk_compile_cost(self, cell: Cell) -> float:
+        """The same for the chunk alone, independent of the group's rows and slots; above 0 only where `compile_cost` is."""
+        return self.context.programs.compile_cost(self.chunk(cell))
+
+    def chunk(self, cell: Cell) -> Decode:
+        """The chunk of this cell."""
+        request = self.context.request
+        return Decode(self.shape(cell), request.rounds, cell.strategy, request.params)
+
+    def shape(self, cell: Cell) -> StateShape:
+        """The sizes of the decoding state in this cell."""
+        return StateShape(self.context.index, cell.batch, cell.slots)
+
+    def needed(self, cell: Cell) -> list[Program]:
+        """The programs that a chunk of this cell needs: the chunk itself, and those that bring the rows to its shape."""
+        context, view = self.context, self.view
+        shape = self.shape(cell)
+        programs: list[Program] = [self.chunk(cell)]
+        if most_lag(context, cell.strategy) < math.inf:
+            programs.append(CatchUp(shape))
+        if not view.batch:
+            programs.append(Start(shape))
+        elif cell[:2] != (view.batch, view.slots):
+            programs.append(
+                Resize(
+                    StateShape(context.index, view.batch, view.slots),
+                    cell.batch,
+                    cell.slots,
+                )
+            )
+        admit = partial(Admit, shape)
+        return programs + [admit(Prefill(context.index, *sizes)) for sizes in view.sources]
+
+
+def most_lag(context: GroupContext, strategy: Strategy) -> float:
+    """The most tokens that the drafter may lack when a chunk of this strategy starts."""
+    return strategy.path if extends(context, strategy) else math.inf
+
+
+def extends(context: GroupContext, strategy: Strategy) -> bool:
+    """Whether the rounds of this strategy bring a drafter's state up to date."""
+    return strategy != PLAIN and context.needs[strategy.drafter].catches_up
 
 
 class AllCompiled:
@@ -42,7 +122,7 @@ class Planner:
     """Plans with buckets and a tuner, whose `state` it owns while rollouts run; may serve several rollouts.
 
     `payback`: how much decoding is left in the run; `longest`: slots that its sequences may need;
-    `groups`: data groups that decode in parallel. With a `cost_table` (see scheduler.deterministic)
+    `groups`: data groups that decode in parallel. With a `cost_table`
     decisions depend on no clock: the table gives all seconds, and every program counts as compiled.
     """
 
@@ -63,7 +143,7 @@ class Planner:
         self.compiled_cells: dict[Hashable, list[Cell]] = {}
         self.cost_table = cost_table
 
-    def worth_compiling(self, view: GroupView, candidates: CandidatePrograms) -> Cell | None:
+    def worth_compiling(self, view: GroupView, candidates: GroupCandidates) -> Cell | None:
         """The cell whose programs should be compiled before the next chunk; None: none.
 
         With a fixed policy, the cell that the tuner chooses; otherwise the usable cell whose expected
@@ -111,7 +191,7 @@ class Planner:
         compile_costs = self.groups * np.array([candidates.compile_cost(cell) for cell in cells])
         return self.payback.best(cells, compiled, compile_costs, self.speeds)
 
-    def decide(self, view: GroupView, candidates: CandidatePrograms = ALL_COMPILED) -> Decision:
+    def decide(self, view: GroupView, candidates: GroupCandidates = ALL_COMPILED) -> Decision:
         """Buckets that hold the live rows, and a strategy for them, with compiled programs where possible.
 
         The cache shrinks only together with the batch. A chunk that could fill more slots than its
@@ -167,7 +247,7 @@ class Planner:
         tokens = measurement.tokens / max(measurement.live, 1.0)
         self.payback.add(where, tokens, measurement.seconds)
 
-    def compiled(self, view: GroupView, candidates: CandidatePrograms) -> list[Cell]:
+    def compiled(self, view: GroupView, candidates: GroupCandidates) -> list[Cell]:
         """The cells whose programs are all compiled, given the group's current rows and slots."""
         key = (view.group, view.batch, view.slots, view.sources, candidates.version)
         if key not in self.compiled_cells:
@@ -180,7 +260,7 @@ class Planner:
             ]
         return self.compiled_cells[key]
 
-    def chunks(self, group: int, candidates: CandidatePrograms) -> list[Cell]:
+    def chunks(self, group: int, candidates: GroupCandidates) -> list[Cell]:
         """The cells whose chunk is compiled: few, so that only these are checked for their other programs."""
         key = group, candidates.version
         if key not in self.compiled_cells:
@@ -262,3 +342,26 @@ def rounds_that_fit(view: GroupView, slots: int, choice: Choice) -> int:
             f"a cache of {slots} slots has no room for a round of {name(choice.strategy)} after {view.tokens} tokens"
         )
     return rounds
+
+
+def cost_table(node: float, one_pass: cost_model.OnePass | None = None) -> CostTable:
+    """Replaces the measured seconds by those of the table; `node`: cost of a node, in rounds.
+
+    `one_pass`: the draft of a learned drafter that does not run once a level.
+    """
+
+    def with_table_seconds(seen: Measurement) -> Measurement:
+        cell = Cell(seen.batch, seen.slots, seen.strategy)
+        seconds = ROUND * cost_model.prior_rounds(cell, node, one_pass) * seen.rounds
+        return seen._replace(seconds=seconds, uncertainty=0.0, catch_up=0.0, is_moved=False)
+
+    return with_table_seconds
+
+
+def learned(
+    tuner: Tuner, state: State, measurements: Sequence[Measurement], with_table_seconds: CostTable
+) -> State:
+    """The tuner's state after a rollout; independent of the order in which the chunks were read."""
+    for seen in sorted(measurements, key=lambda seen: (seen.number, seen.group)):
+        state = tuner.observe(state, with_table_seconds(seen))
+    return state

@@ -1,4 +1,7 @@
-"""The work queue of samples: a group takes whole prompts first, then steals single samples of other groups' prompts."""
+"""The queues of samples: a group takes whole prompts first, then steals single samples of other groups' prompts.
+
+In a deterministic rollout prompts are dealt to the groups beforehand instead.
+"""
 
 from __future__ import annotations
 
@@ -107,3 +110,46 @@ class WorkQueue:
             if started < self.samples and len(found) < count and prompt < bound:
                 found += self._start(prompt, 1 if started else count - len(found))[0]
         return found
+
+
+class DealtQueue:
+    """The queue of group `index` of G: all samples of prompts index, index + G, ..., prompt by prompt.
+
+    `bound`: prompts from there on are not given now; None: all are. It may only rise once all groups have decoded what is
+    below it, and is read again once this group has taken all of that: so what a group takes depends on no clock.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        groups: int,
+        prompts: int,
+        samples: int,
+        bound: Callable[[], int] | None = None,
+    ):
+        self.index, self.groups, self.prompts, self.samples = index, groups, prompts, samples
+        self.bound = bound or (lambda: prompts)
+        self.dealt = 0  # prompts that were dealt to all groups
+        self.left: list[tuple[int, int]] = []
+        self.deal()
+
+    def deal(self) -> None:
+        """Deals the prompts up to the bound."""
+        bound = max(self.bound(), self.dealt)
+        for prompt in range(self.dealt, bound):
+            if prompt % self.groups == self.index:
+                self.left += [(prompt, sample) for sample in range(self.samples)]
+        self.dealt = bound
+
+    def take(self, free: int, prefilled: Iterable[int] = ()) -> Taken:
+        """As WorkQueue.take, without work stealing."""
+        if not self.left:
+            self.deal()
+        taken, self.left = self.left[:free], self.left[free:]
+        waiting = {prompt for prompt, _ in self.left}
+        begun = {prompt for prompt, _ in taken} | set(prefilled)
+        is_all = self.dealt >= self.prompts
+        is_empty = not self.left
+        return Taken(
+            taken, frozenset(begun - waiting), is_empty and is_all, is_empty and not is_all
+        )

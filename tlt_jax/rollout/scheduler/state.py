@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 
-from tlt_jax.rollout.events import Decision
-from tlt_jax.rollout.executables.protocols import Program, Programs
+from tlt_jax.rollout.executables.programs import Program
+from tlt_jax.rollout.recorder import Decision
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.scheduler.queue import Taken
+from tlt_jax.rollout.scheduler.queue import DealtQueue, WorkQueue
 from tlt_jax.spec_decode.decode import Report
 from tlt_jax.spec_decode.decode_state import DecodeState, Features, Weights
 from tlt_jax.spec_decode.interface import PyTree
 from tlt_jax.spec_decode.strategy import Strategy
-from tlt_jax.tuner.interface import MOST_ROUNDS, Cell, Measurement
+from tlt_jax.tuner.interface import MOST_ROUNDS
+
+if TYPE_CHECKING:
+    from tlt_jax.rollout.executables.compilation import Executables
+    from tlt_jax.rollout.scheduler.planner import Planner
 
 
 @dataclass(frozen=True)
@@ -46,36 +50,6 @@ class GroupView:
         return max(
             self.widest, min(self.tokens + min(rounds, self.rounds) * strategy.path, self.limit)
         )
-
-
-class CandidatePrograms(Protocol):
-    """The candidate programs of a group's next chunk."""
-
-    @property
-    def version(self) -> Hashable:
-        """Changes whenever a compile cost changes."""
-
-    def compile_cost(self, cell: Cell) -> float:
-        """Compile cost of all that a chunk of this cell needs, in seconds; 0: everything is compiled."""
-
-    def chunk_compile_cost(self, cell: Cell) -> float:
-        """The same for the chunk alone, independent of the group's rows and slots; above 0 only where `compile_cost` is."""
-
-
-class Queue(Protocol):
-    """Assigns the samples of the prompts to groups."""
-
-    def take(self, free: int, prefilled: Iterable[int] = ()) -> Taken: ...
-
-
-class Decider(Protocol):
-    """Takes decisions, and learns from the measurements of chunks; may serve several rollouts."""
-
-    def worth_compiling(self, view: GroupView, candidates: CandidatePrograms) -> Cell | None: ...
-
-    def decide(self, view: GroupView, candidates: CandidatePrograms) -> Decision: ...
-
-    def observe(self, measurement: Measurement) -> None: ...
 
 
 class Harvester(Protocol):
@@ -117,11 +91,11 @@ class GroupContext:
     """
 
     index: int
-    programs: Programs
+    programs: Executables
     weights: Weights
     request: RolloutRequest
-    queue: Queue
-    planner: Decider
+    queue: WorkQueue | DealtQueue
+    planner: Planner
     needs: Mapping[str, Needs] = field(default_factory=lambda: {"": Needs()})
     remembers: bool = False
     harvester: Harvester | None = None

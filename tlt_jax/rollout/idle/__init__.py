@@ -1,1 +1,0 @@
-"""Work for idle data groups: its coordination, and the expected idle time."""
