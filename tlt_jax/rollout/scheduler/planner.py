@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,10 +27,12 @@ from tlt_jax.rollout.executables.programs import (
 )  # fmt: skip
 from tlt_jax.rollout.recorder import Decision
 from tlt_jax.rollout.scheduler.payback import Payback, smallest
-from tlt_jax.rollout.scheduler.state import GroupContext, GroupView
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 from tlt_jax.tuner import cost_model
 from tlt_jax.tuner.interface import Cell, Choice, Measurement, State, Tuner
+
+if TYPE_CHECKING:
+    from tlt_jax.rollout.scheduler.state import GroupContext, GroupView
 
 # While samples wait, a chunk ends once one in this many of its sequences has ended.
 ADMISSION_PATIENCE = 64

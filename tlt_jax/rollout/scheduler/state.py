@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 
-from tlt_jax.rollout.executables.programs import Program
-from tlt_jax.rollout.recorder import Decision
-from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.scheduler.queue import DealtQueue, WorkQueue
-from tlt_jax.spec_decode.decode import Report
-from tlt_jax.spec_decode.decode_state import DecodeState, Features, Weights
 from tlt_jax.spec_decode.interface import PyTree
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.tuner.interface import MOST_ROUNDS
 
 if TYPE_CHECKING:
     from tlt_jax.rollout.executables.compilation import Executables
+    from tlt_jax.rollout.executables.programs import Program
+    from tlt_jax.rollout.recorder import Decision
+    from tlt_jax.rollout.request import RolloutRequest
     from tlt_jax.rollout.scheduler.planner import Planner
+    from tlt_jax.rollout.scheduler.queue import DealtQueue, WorkQueue
+    from tlt_jax.spec_decode.decode import Report
+    from tlt_jax.spec_decode.decode_state import DecodeState, Features, Weights
 
 
 @dataclass(frozen=True)
