@@ -1,6 +1,6 @@
 """The adaptive rollout engine, host side: schedules the decoding of data groups and compiles their programs.
 
-Public: engine.Engine, request.RolloutRequest, events, recorder (Completion, RolloutResult); in scheduler:
-driver (start, run, Rollout), state.GroupContext, planner.Planner and queue.WorkQueue. `scheduler.group`, the
-programs and their executables are private to the package, except for the command `plan` and train.memory.
+Public: engine.Engine, request.RolloutRequest, recorder (events, Completion, RolloutResult), executables.programs; in
+scheduler: driver (LocalGroups, run), state.GroupContext, planner.Planner and queue. `scheduler.group` and
+executables.compilation are private to the package and its simulation.
 """

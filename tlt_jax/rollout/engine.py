@@ -42,7 +42,7 @@ from tlt_jax.rollout.request import (
     bucket_width,
     check,
     doubling,
-)  # fmt: skip
+)
 from tlt_jax.rollout.run import RolloutRun
 from tlt_jax.rollout.scheduler import planner
 from tlt_jax.rollout.scheduler.payback import Payback

@@ -22,7 +22,7 @@ from tlt_jax.rollout.recorder import (
     Look,
     RolloutRecorder,
     RolloutResult,
-)  # fmt: skip
+)
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.scheduler import driver, group
 from tlt_jax.rollout.scheduler.payback import Payback
@@ -34,7 +34,7 @@ from tlt_jax.rollout.scheduler.state import (
     Harvester,
     Needs,
     no_context,
-)  # fmt: skip
+)
 from tlt_jax.rollout.selection import Choice, Selecting, Selection
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.tuner.interface import State as TunerState

@@ -1,6 +1,6 @@
 """Expected accepted tokens per round of each strategy, estimated from the measurements of all strategies.
 
-Knows neither costs nor choices. Evidence is JSON-able: {batch: {source: {"at": clock in rounds,
+Evidence is JSON-able: {batch: {source: {"at": clock in rounds,
 "rounds": row rounds, "accepted": {target: mean per row and round}}}}, where source and target are
 strategies as text. A verified tree shows what every smaller tree would have accepted, so one
 measurement is evidence for all smaller strategies of the same drafter too. Estimates come from

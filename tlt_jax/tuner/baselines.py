@@ -21,7 +21,7 @@ from tlt_jax.tuner.interface import (
     Tuner,
     swapped,
     unchanged,
-)  # fmt: skip
+)
 
 # The arms of the reference implementation of arXiv 2511.16665 and the smallest batch of each. Its
 # 8_4_8 is 7_4_8 here: 8 nodes, with the root, reach a depth of at most 7.

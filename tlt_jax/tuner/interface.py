@@ -111,7 +111,7 @@ class Tuner(NamedTuple):
     errors: float[C] each; the errors are infinite before any seconds were measured.
     `has_fixed_policy`: `choose` may return a strategy that is not among `arms`; only that one is compiled.
     switched(state, kind) -> the state for rollouts of another kind (TRAINING at first, or
-    EVALUATION), with acceptance evidence of its own and the same costs.
+    EVALUATION), with separate acceptance evidence and the same costs.
     """
 
     init: Callable[[], State]

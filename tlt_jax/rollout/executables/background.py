@@ -1,4 +1,4 @@
-"""Threads that compile while their caller does other work; knows no program."""
+"""Threads that compile while their caller does other work."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tlt_jax.rollout.executables.disk_cache import (
     SerializationError,
     SerializedExecutable,
     digest,
-)  # fmt: skip
+)
 from tlt_jax.rollout.executables.programs import (
     Admit,
     Decode,

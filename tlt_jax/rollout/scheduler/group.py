@@ -29,7 +29,7 @@ from tlt_jax.rollout.recorder import (
     Harvested,
     Retired,
     WentIdle,
-)  # fmt: skip
+)
 from tlt_jax.rollout.request import RolloutRequest, admission_size, block_size, bucket_width
 from tlt_jax.rollout.scheduler.planner import GroupCandidates, extends, most_lag
 from tlt_jax.rollout.scheduler.state import (
@@ -140,7 +140,7 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
 def emitted(rows: Sequence[int | None], report: Report) -> dict[int, Emitted]:
     """The new tokens of the sequences that had these rows in a chunk, by uid."""
     counts, finish = report.counts.tolist(), report.finish.tolist()
-    # A round adds one token of its own.
+    # Each round also adds the target's token.
     accepted = (report.counts - report.stats.row_rounds).tolist()
     tokens, logprobs = report.tokens, report.logprobs
     return {

@@ -1,4 +1,4 @@
-"""The payback of programs: the seconds that compiling one saves over the rest of a run; knows no program and no clock."""
+"""The payback of programs: the seconds that compiling one saves over the rest of a run."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tlt_jax.rollout.executables.programs import (
     Resize,
     Start,
     StateShape,
-)  # fmt: skip
+)
 from tlt_jax.rollout.recorder import Decision
 from tlt_jax.rollout.scheduler.payback import Payback, smallest
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
