@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import scenarios
 import tuner_rollouts
-from pairwise import matrix
 from tuner_rollouts import measured
 
 from tlt_jax.config import schema
@@ -256,57 +255,6 @@ def test_beg_mab_drops_rewards_outside_its_window_and_explores_with_epsilon():
 # The goodput tuner
 
 
-@pytest.mark.parametrize(
-    ("round_cost", "quality", "share"),
-    [
-        (scenarios.gpu, 0.8, 0.85),
-        (scenarios.gpu, 0.5, 0.85),
-        (scenarios.cpu, 0.8, 0.95),
-        (scenarios.cpu, 0.3, 0.95),
-    ],
-)
-def test_goodput_comes_close_to_the_oracle(round_cost, quality, share):
-    scenario = scenarios.Scenario(round_cost, quality)
-    tuner = goodput.goodput(ARMS, node_cost=1 / 10 if round_cost is scenarios.cpu else 1 / 200)
-    state, _ = decode(scenario, tuner, rollouts=4)
-    _, runs = decode(scenario, tuner, rollouts=2, seed=1, state=state)
-    _, best = decode(scenario, scenarios.oracle(scenario, ARMS), rollouts=2, seed=1)
-    assert seconds(best) / seconds(runs) > share
-
-
-@matrix(round_cost=[scenarios.cpu, scenarios.gpu], agreement=[0.0, 0.3], seed=[0, 1])
-def test_a_useless_drafter_costs_at_most_three_per_cent(round_cost, agreement, seed):
-    scenario = scenarios.Scenario(round_cost, 0.3, agreement, seed=seed)
-    _, plain = decode(scenario, baselines.fixed("off"), rollouts=4, seed=seed)
-    _, runs = decode(scenario, goodput.goodput(ARMS), rollouts=4, seed=seed)
-    assert seconds(plain) / seconds(runs) > 0.97
-
-
-def test_goodput_beats_the_papers_threshold_and_bandit():
-    scenario = scenarios.Scenario(scenarios.cpu, 0.6)
-    taken = {
-        kind: seconds(decode(scenario, MAKERS[kind]())[1])
-        for kind in ("goodput", "threshold", "beg_mab")
-    }
-    assert taken["goodput"] < 0.95 * min(taken["threshold"], taken["beg_mab"])
-
-
-def test_speculation_starts_when_the_drafter_gets_good_and_stops_when_it_gets_bad():
-    scenario, tuner = scenarios.Scenario(scenarios.gpu, 0.3, 0.0), goodput.goodput(ARMS)
-
-    def speculating(runs):
-        taken = [choice.strategy != PLAIN for choice, seen in runs[-1].chunks if seen.batch <= 16]
-        return np.mean(taken)
-
-    state, runs = decode(scenario, tuner, rollouts=3)
-    assert speculating(runs) < 0.3
-    scenario.quality, scenario.agreement = 0.8, 1.0
-    state, runs = decode(scenario, tuner, rollouts=4, seed=1, state=state)
-    assert speculating(runs) > 0.8
-    scenario.quality, scenario.agreement = 0.3, 0.0
-    assert speculating(decode(scenario, tuner, rollouts=2, seed=2, state=state)[1]) < 0.3
-
-
 def test_goodput_drops_an_arm_that_measured_slower_than_plain():
     tuner, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
     state = tuner.init()
@@ -422,17 +370,6 @@ def test_an_incumbent_is_replaced_when_it_keeps_measuring_worse_than_predicted(p
     for _ in range(6):
         state = tuner.observe(state, measured(arm, accepted=0.9, per_round=per_round))
     assert strategies.name(tuner.choose(state, 4, 4, 512)[1].strategy) == text
-
-
-def test_predictions_agree_with_measurements():
-    scenario = scenarios.Scenario(scenarios.gpu, 0.7, stalls=0.0)
-    _, runs = decode(scenario, goodput.goodput(ARMS), rollouts=5)
-    ratio = [
-        choice.predicted / (seen.tokens / seen.seconds)
-        for choice, seen in runs[-1].chunks
-        if seen.rounds == 16
-    ]
-    assert np.median(ratio) == pytest.approx(1.0, abs=0.12)
 
 
 def test_a_chunk_without_rounds_changes_nothing():
