@@ -7,7 +7,6 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-import test_block_speculation as blocks
 import test_speculation as speculation
 import tiny_engine as tiny
 
@@ -48,8 +47,7 @@ def test_a_row_does_not_depend_on_rows_that_are_not_finite(x64, monkeypatch, dra
         engine = tiny.engine_of(**SHAPE)
         weights = engine.publish(tiny.params_of(engine))
     else:
-        made = blocks.drafting if drafter == "dflash" else speculation.speculating
-        engine, weights = made(drafter, ["3_3_9", "1_2_2"], 1, 1, **SHAPE)
+        engine, weights = speculation.speculating(drafter, ["3_3_9", "1_2_2"], 1, 1, **SHAPE)
 
     def decoded(number: float) -> RolloutResult:
         parts = {}

@@ -6,14 +6,16 @@ In float32 tokens are equal except for rare near-ties.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
-from functools import cache
+from functools import cache, partial
 
 import identity
 import jax
 import numpy as np
 import pytest
 import tiny_engine as tiny
+from pairwise import marked
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.data.packing import PackedRows
@@ -24,13 +26,14 @@ from tlt_jax.drafter import (
 )
 from tlt_jax.drafter.eagle_loss import Objective
 from tlt_jax.drafter.recipe import Recipe
+from tlt_jax.errors import ConfigError
 from tlt_jax.keys import TRAIN_STREAM, sequence_keys
 from tlt_jax.models import architecture, drafter as drafters
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.spec_decode.interface import Sampling
-from tlt_jax.spec_decode.strategy import PLAIN
+from tlt_jax.spec_decode.strategy import PLAIN, name
 from tlt_jax.tuner import interface
 from tlt_jax.tuner.baselines import parse_arms
 from tlt_jax.tuner.interface import Choice, Tuner
@@ -48,7 +51,11 @@ KINDS = {
         "norm_output": False,
     },
     "dflash": {"kind": "dflash", "block_size": 4},
-    "dspark": {"kind": "dspark", "block_size": 4},
+    "causal": {"kind": "dflash", "block_size": 5, "causal": True, "captures": (0, 2)},
+    "dspark": {"kind": "dspark", "block_size": 3},
+    "embedding": {"kind": "dspark", "block_size": 3, "captures": (0, 1)},
+    "block of some ids": {"kind": "dspark", "block_size": 4, "draft_vocab_size": len(IDS)},
+    "long": {"kind": "dspark", "block_size": 8},
     "trained": {"kind": "eagle3"},
     "adversary": {"kind": "eagle3"},
 }
@@ -77,15 +84,24 @@ def trained() -> drafters.DrafterParams:
     return jax.device_get(state.params)
 
 
+def filled(dtype, path, leaf):
+    """The heads of block drafters, which are zeros at first, are random too; the same on every mesh."""
+    if not any(part in jax.tree_util.keystr(path) for part in ("markov", "confidence")):
+        return leaf
+    random = np.random.RandomState(3)
+    rows = random.randn(64, *leaf.shape[1:])[: leaf.shape[0]] if leaf.ndim else random.randn()
+    return jax.device_put(np.asarray(rows, dtype), leaf.sharding)
+
+
 def drafter_of(
     drafter: str, mesh: jax.sharding.Mesh, policy: ModelConfig = tiny.MODEL, dtype: str = "float64"
 ):
     """The weights of a drafter: random; trained; or trained, but preferring the policy's least likely tokens."""
     own = drafters.for_policy(policy, **KINDS[drafter])
     if drafter not in ("trained", "adversary"):
-        return drafters.init(
-            own, mesh, jax.random.key(7), dtype, None if own.has_full_vocab else IDS
-        )
+        ids = None if own.has_full_vocab else IDS
+        params = drafters.init(own, mesh, jax.random.key(7), dtype, ids)
+        return jax.tree_util.tree_map_with_path(partial(filled, dtype), params)
     params = trained()
     if drafter == "adversary":
         params = params.replace(final_norm=-CERTAIN * params.final_norm)
@@ -98,21 +114,18 @@ def drafter_of(
 
 
 def speculating(
-    drafter: str, strategies: list[str], data: int, model: int, dtype: str = "float64",
-    policy: ModelConfig = tiny.MODEL, captures_states: bool = False, **rollout,
+    drafter: str, strategies: list[str], data: int = 1, model: int = 1, dtype: str = "float64",
+    policy: ModelConfig = tiny.MODEL, captures_states: bool = False, adaptive: bool = False, **rollout,
 ) -> tuple[Engine, list]:  # fmt: skip
     """An engine with a learned (or n-gram) drafter that uses the strategies in turn, and the published weights."""
-    plain = tiny.engine_of(data, model, dtype, policy, **rollout)
-    name = drafter if drafter == "ngram" else "a directory"
-    settings = Speculation(drafter=name, strategies=strategies)
-    mesh, own, params = plain.mesh, None, None
+    plain, own, params = tiny.engine_of(data, model, dtype, policy, **rollout), None, None
+    source = "adaptive" if adaptive else drafter if drafter == "ngram" else "a directory"
     if drafter != "ngram":
-        own, params = (
-            drafters.for_policy(policy, **KINDS[drafter]),
-            drafter_of(drafter, mesh, policy, dtype),
-        )
+        own = drafters.for_policy(policy, **KINDS[drafter])
+        params = drafter_of(drafter, plain.mesh, policy, dtype)
+    settings = Speculation(drafter=source, strategies=strategies)
     engine = tiny.with_drafter(plain, settings, own, captures_states)
-    engine.tuner = in_turn(strategies)
+    engine.tuner = in_turn([*map(name, engine.arms)] if adaptive else strategies)
     return engine, engine.publish(tiny.params_of(engine), params)
 
 
@@ -146,15 +159,23 @@ def test_the_cases_cover_every_pair_of_factors():
 
 
 GATE = (1, 4, 5, 9, 12, 16, 17, 20)  # of these cases; the rest is `-m matrix`
+BLOCKS = [
+    ("dflash", WIDE, 1, 1, 5, 3, tiny.PLAIN), ("causal", MANY, 2, 1, 5, 3, tiny.PLAIN),
+    ("dspark", WIDE, 2, 2, 5, 3, tiny.GREEDY), ("block of some ids", ["4_4_16"], 1, 2, 5, 3, tiny.NUCLEUS),
+    ("dflash", ONE, 2, 1, 5, 3, tiny.GREEDY), ("dflash", MANY, 1, 2, 5, 3, tiny.COLD),
+    ("causal", ["4_1_5"], 1, 1, 5, 3, tiny.NUCLEUS), ("dspark", MANY, 1, 1, 5, 3, tiny.GREEDY),
+    ("dspark", WIDE, 2, 2, 5, 3, tiny.PLAIN), ("dspark", ONE, 1, 1, 5, 3, MILD),
+    ("block of some ids", WIDE, 1, 1, 5, 3, tiny.PLAIN), ("block of some ids", ONE, 2, 1, 5, 3, tiny.COLD),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "drafter, strategies, data, model, slots, chunk, setting",
-    [
-        case if place in GATE else pytest.param(*case, marks=pytest.mark.matrix)
-        for place, case in enumerate(CASES)
-    ],
-)
+    marked([
+        *((case, place in GATE) for place, case in enumerate(CASES)),
+        *((case, place < 4) for place, case in enumerate(BLOCKS)),
+    ]),
+)  # fmt: skip
 def test_speculation_changes_no_token(x64, drafter, strategies, data, model, slots, chunk, setting):
     # With few slots a batch is also compacted to one row.
     buckets = [1, slots] if slots else [len(tiny.PROMPTS) * tiny.SAMPLES // data]
@@ -234,8 +255,10 @@ def test_float32_speculation_with_constant_switching_equals_plain_decoding_excep
     plain = tiny.engine_of(chunk=32, **shape)
     params = tiny.params_of(plain)
     pairs = [(plain, plain.publish(params))]
-    for drafter, strategies in (("eagle", ["3_2_7", "2_1_3"]), ("ngram", ["1_2_2", "3_3_9"])):
-        pairs.append(speculating(drafter, strategies, 1, 1, chunk=6, **shape))
+    for drafter, strategies in (
+        ("eagle", ["3_2_7", "2_1_3"]), ("ngram", ["1_2_2", "3_3_9"]), ("embedding", ["3_2_7", "2_1_3"]),
+    ):  # fmt: skip
+        pairs.append(speculating(drafter, strategies, chunk=6, **shape))
     results = [
         tiny.roll_out(
             engine, weights, prompts, samples, tiny.PLAIN, limit, stream=TRAIN_STREAM, step=0, eos_ids=(), stops=()
@@ -251,4 +274,53 @@ def test_float32_speculation_with_constant_switching_equals_plain_decoding_excep
     )
     verdict = identity.compare(law, *(result.completions for result in results))
     assert verdict.is_same, str(verdict)
-    assert verdict.tokens == 3 * len(keys) * limit >= 50_000
+    assert verdict.tokens == 4 * len(keys) * limit >= 50_000
+
+
+@pytest.mark.parametrize(
+    "kind", ["block of some ids", pytest.param("dflash", marks=pytest.mark.matrix)]
+)
+def test_trees_of_blocks_and_ngrams_change_no_token(x64, kind):
+    engine, weights = speculating(
+        kind,
+        ["2_1_3", "3_2_7"],
+        chunk=3,
+        adaptive=True,
+        batch_buckets=[12],
+        cache_buckets=[32],
+    )
+    accepted(engine, weights, tiny.PLAIN)
+    assert {arm.drafter for arm in engine.arms} == {"ngram", "learned", "merged"}
+
+
+def test_answers_that_end_with_the_positions_of_the_model_are_those_of_plain_decoding(x64):
+    """The blocks of their last rounds reach beyond the last position, and beyond the bucket."""
+    most = tiny.MODEL.max_positions
+    prompts, limits = tiny.PROMPTS[:3], [most - len(prompt) for prompt in tiny.PROMPTS[:3]]
+    shape = {"max_new_tokens": most, "slots": 3, "batch_buckets": [3], "cache_buckets": [most]}
+    plain = tiny.engine_of(chunk=8, **shape)
+    pairs = (
+        (plain, plain.publish(tiny.params_of(plain))),
+        speculating("long", ["8_1_9", "5_2_9"], chunk=2, **shape),
+    )
+    texts = [
+        tiny.answers(tiny.roll_out(
+            *pair, prompts, 1, tiny.PLAIN, limits, stream=TRAIN_STREAM, step=0, eos_ids=(), stops=()
+        ))
+        for pair in pairs
+    ]  # fmt: skip
+    assert texts[0] == texts[1]
+    assert [len(tokens) for _, tokens, _ in texts[0]] == limits
+
+
+def test_strategies_deeper_than_a_block_are_left_out_or_refused(caplog):
+    with caplog.at_level(logging.WARNING):
+        engine, _ = speculating("dspark", ["3_1_4", "7_1_8", "6_4_16"], dtype="float32")
+    assert [*map(name, engine.arms)] == ["3_1_4"]
+    assert "7_1_8, 6_4_16: deeper than the drafter drafts in a round, so left out" in caplog.text
+    engine, _ = speculating("dspark", ["3_1_4", "7_1_8"], adaptive=True, dtype="float32")
+    assert [*map(name, engine.arms)] == ["ngram:3_1_4", "ngram:7_1_8", "learned:3_1_4"]
+    with pytest.raises(
+        ConfigError, match="7_1_8: the drafter drafts at most 3 tokens a round: use depth 3 or less"
+    ):
+        speculating("dspark", ["7_1_8"], dtype="float32")
