@@ -1,4 +1,4 @@
-"""The rollout engine in virtual time: rollout.scheduling decides, and RolloutRun runs, on simulated programs."""
+"""The rollout engine in virtual time: EngineBase decides, and RolloutRun runs, on simulated programs."""
 
 from __future__ import annotations
 
