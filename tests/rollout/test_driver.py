@@ -42,7 +42,7 @@ class Patient:
 
 def begun(
     groups: int = 1, *listeners, prompts=PROMPTS, clock=driver.WALL, **rest
-) -> driver.Rollout:
+) -> driver.LocalGroups:
     """A rollout before its first dispatch."""
     contexts = toys.contexts(executables(groups), TABLE, prompts, 3, PARAMS, **SHAPE | rest)
     return driver.LocalGroups(contexts, listeners, clock=clock)
@@ -52,7 +52,7 @@ def answers(result) -> dict[int, list[int]]:
     return {one.uid: one.tokens.tolist() for one in result.completions}
 
 
-def finished(rollout: driver.Rollout) -> dict[int, list[int]]:
+def finished(rollout: driver.LocalGroups) -> dict[int, list[int]]:
     """Polls the rollout to its end; its answers."""
     while not rollout.is_done():
         rollout.poll()

@@ -92,7 +92,7 @@ class Played:
 
 def play(
     monkeypatch, prompts=PROMPTS, samples=SAMPLES, *, groups=1, harvester=None, registry=None,
-    until: Callable[[driver.Rollout], bool] = lambda rollout: False, **shape,
+    until: Callable[[driver.LocalGroups], bool] = lambda rollout: False, **shape,
 ) -> Played:  # fmt: skip
     """A rollout of the toy model, stopped once `until` is true."""
     events, rows = [], []
@@ -298,7 +298,7 @@ def test_a_full_queue_makes_the_harvest_wait_and_is_never_overfull(
 ):
     most = Counter()
 
-    def watch(rollout: driver.Rollout) -> bool:
+    def watch(rollout: driver.LocalGroups) -> bool:
         for group in range(groups):
             most[group] = max(most[group], rollout.unawaited(group))
         return False
@@ -316,7 +316,7 @@ def test_a_full_queue_makes_the_harvest_wait_and_is_never_overfull(
 
 
 def test_a_stopped_rollout_harvests_ended_sequences_and_drops_the_rest(monkeypatch):
-    def some_ended(rollout: driver.Rollout) -> bool:
+    def some_ended(rollout: driver.LocalGroups) -> bool:
         return len(rollout.recorder.completions) > 2
 
     played = play(monkeypatch, harvester=Reaper(), until=some_ended, **REFILLS)

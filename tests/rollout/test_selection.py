@@ -216,7 +216,7 @@ class Played:
                 happened |= selecting.poll(self.clock.now(), rollout.is_decoding())
                 if selecting.is_over:
                     rollout.stop()
-            if all(map(driver.Rollout.is_done, self.rollouts)) and self.is_over:
+            if all(map(driver.LocalGroups.is_done, self.rollouts)) and self.is_over:
                 return
             if not happened:
                 now = self.clock.now()

@@ -200,9 +200,9 @@ def test_the_policy_is_the_same_when_pieces_end_at_random_times(
     monkeypatch.setattr(
         IdleTraining, "is_ready", lambda self, group: draw.random() < 0.2 and is_ready(self, group)
     )
-    idle = driver.Rollout.is_idle
+    idle = driver.LocalGroups.is_idle
     monkeypatch.setattr(
-        driver.Rollout, "is_idle", lambda self, group: draw.random() < 0.5 and idle(self, group)
+        driver.LocalGroups, "is_idle", lambda self, group: draw.random() < 0.5 and idle(self, group)
     )
     config = configure(tmp_path / "run", ADAPTIVE)
     assert loop.train(config) == cli.DONE

@@ -144,7 +144,7 @@ class SimulatedRun(RolloutRun):
 
     def drive(
         self,
-        rollout: driver.Rollout,
+        rollout: driver.LocalGroups,
         interrupted: Callable[[], bool] | None,
         background: IdleDriver | None,
     ) -> RolloutResult:
