@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,9 +16,11 @@ from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout.recorder import Look
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.simulate.acceptance import Acceptances
-from tlt_jax.simulate.engine import SimulatedEngine
 from tlt_jax.simulate.simulator import Marker, MicroStep
 from tlt_jax.train.adaptive import LearningParts
+
+if TYPE_CHECKING:
+    from tlt_jax.simulate.engine import SimulatedEngine
 
 # Micro-steps that are simulated as one: as many as fit in this share of the last rollout's seconds. RL work waits only for
 # the micro-step that runs, as in a real run.

@@ -31,7 +31,6 @@ from tlt_jax.models import drafter as drafters, hf_drafter
 from tlt_jax.models.architecture import Params
 from tlt_jax.models.drafter import DrafterConfig, DrafterParams
 from tlt_jax.rollout import learned_drafter
-from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import Program
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
@@ -41,6 +40,7 @@ from tlt_jax.spec_decode.strategy import LEARNED
 from tlt_jax.tuner.interface import State as TunerState
 
 if TYPE_CHECKING:
+    from tlt_jax.rollout.engine import Engine
     from tlt_jax.train.run_state import RunState
 
 DETERMINISTIC_SHARE = 0.05  # what drafter_training.share auto is where no clock takes part
