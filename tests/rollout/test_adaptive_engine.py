@@ -113,7 +113,7 @@ def forbidden(*_, **__):
 def test_the_programs_of_ngrams_compute_nothing_of_the_learned_drafter(monkeypatch):
     engine = adaptive()
     shape = StateShape(0, 2, 32)
-    for part in ("extend", "step", "logits", "fill"):
+    for part in ("extend", "draft_level", "logits", "fill"):
         monkeypatch.setattr(eagle, part, forbidden)
     engine = adaptive()  # traces the patched functions
     for arm in (PLAIN, *engine.arms):
