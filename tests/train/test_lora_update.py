@@ -27,6 +27,7 @@ from tlt_jax.data import packing
 from tlt_jax.data.packing import Example, PackedRows
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.models import architecture, kv_cache, lora, low_rank, transformer
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.models.lora import Adapters
@@ -94,7 +95,7 @@ def test_a_gradient_is_that_of_all_weights_projected_and_sums_over_steps(mesh, l
     given = {"old_logprobs": rows.rollout_logprobs, "reference_logprobs": rows.rollout_logprobs}
     expected = accumulated(full, whole, [rows._replace(**given)])
     steps = [
-        one._replace(old_logprobs=one.rollout_logprobs, reference=one.rollout_logprobs)
+        one._replace(old_logprobs=one.rollout_logprobs, reference_logprobs=one.rollout_logprobs)
         for one in batch_of(recipe)
     ]
     assert len(steps) > 1
@@ -212,8 +213,9 @@ def test_factors_that_are_kept_apart_make_the_same_policy(model_axis, targets, x
         cache = kv_cache.empty(LAYERS, B, 8, 0, "float64", group)
         positions = jnp.broadcast_to(jnp.arange(N), (B, N))
         nodes, _ = transformer.tree_forward(
-            params, LAYERS, tokens, positions, ancestors, cache, jnp.zeros(B, int), mesh=group
-        )
+            params, LAYERS, tokens, positions, ancestors, cache, jnp.zeros(B, int),
+            fused=Fused.of(group),
+        )  # fmt: skip
         whole = transformer.prefill(
             params, LAYERS, tokens, jnp.full(B, N), captures_states=True, mesh=group
         )
@@ -288,7 +290,9 @@ def test_the_rollout_samples_the_policy_that_is_trained(adapters, dtype, x64):
     """
     recipe = recipe_of(param_dtype="float32", compute_dtype=dtype, lora=adapters)
     rate = 2e-5 if adapters else 2e-6
-    recipe = replace(recipe, model=TRAINED, adam=Adam(rate, 50), algorithm=algorithm())
+    recipe = replace(
+        recipe, model=TRAINED, adam=Adam(rate, 50), algorithm=algorithm(), temperature=1.0
+    )
     random = np.random.default_rng(0)
 
     def draw(leaf):

@@ -469,15 +469,15 @@ def test_every_pass_deals_every_row_once_in_another_order(configure, tmp_path):
     ]
     config = configure(tmp_path, {"train.rows": 2})
     rows = corpus.PackedCorpus(examples, config)
-    count = len(rows.arrays["tokens"])
-    dealt = np.concatenate([rows.batch(step)["tokens"] for step in range(count)])  # two passes
+    count = len(rows.rows.tokens)
+    dealt = np.concatenate([rows.batch(step).tokens for step in range(count)])  # two passes
     for part in (dealt[:count], dealt[count:]):
-        assert sorted(map(tuple, part)) == sorted(map(tuple, rows.arrays["tokens"]))
+        assert sorted(map(tuple, part)) == sorted(map(tuple, rows.rows.tokens))
     assert (dealt[:count] != dealt[count:]).any()
     again = corpus.PackedCorpus(examples, config)
-    np.testing.assert_array_equal(again.batch(3)["segments"], rows.batch(3)["segments"])
-    assert rows.arrays["loss_mask"].sum() == sum(len(one.answer) for one in examples)
+    np.testing.assert_array_equal(again.batch(3).segments, rows.batch(3).segments)
+    assert rows.rows.is_answer.sum() == sum(len(one.answer) for one in examples)
     batch = rows.batch(0)
-    assert batch["tokens"].shape == (2, packing.row_tokens(config))
-    for row, place in zip(*np.nonzero(batch["loss_mask"]), strict=True):
-        assert batch["segments"][row, place] == batch["segments"][row, place + 1] > 0
+    assert batch.tokens.shape == (2, packing.row_tokens(config))
+    for row, place in zip(*np.nonzero(batch.is_answer), strict=True):
+        assert batch.segments[row, place] == batch.segments[row, place + 1] > 0

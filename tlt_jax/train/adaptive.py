@@ -198,7 +198,8 @@ class DrafterLearning:
         """Lets the rollout use the drafter of a state that the run starts or continues from."""
         is_used = not self.in_update or learned_drafter.is_usable(self.engine, state.tuner)
         self.engine.use_learned(state.drafter is not None and is_used)
-        if self.engine.drafter:
+        has_learned = self.config.drafter_training.start or not is_untrained(state.drafter)
+        if self.engine.drafter and (self.in_update or has_learned):
             self.idle.activate()
 
     def before_publish(self) -> None:
@@ -236,7 +237,7 @@ class DrafterLearning:
         drafter, metrics = idle.end(state.drafter, seconds, paid)
         tokens = metrics.get("drafter/tokens", 0.0)
         investment = investment.measured(idle.depths).learned(tokens, 0, idle.paid_seconds, False)
-        if may_start and engine.job.decided(self.may_pay(tuner)):
+        if may_start and (engine.drafter or engine.job.decided(self.may_pay(tuner))):
             idle.activate()
             if not self.config.drafter_training.start and is_untrained(drafter):
                 drafter = self.parts.create(rollout.completions)
