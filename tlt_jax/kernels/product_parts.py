@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from tlt_jax.kernels import projections
-from tlt_jax.kernels.fused import PART_ADDED, PART_HEADS, Fused, jit, tl
+from tlt_jax.kernels.fused import MOST_MATRIX, PART_ADDED, PART_HEADS, Fused, jit, tl
 from tlt_jax.kernels.numerics import power
 from tlt_jax.shapes import shaped
 
 # Small matrices XLA splits into more and narrower parts than `splits`, and would split ours again.
-LEAST_MATRIX = projections.MOST_MATRIX
+LEAST_MATRIX = MOST_MATRIX
 MOST_TOKENS = 256  # XLA splits the products of a 7B policy up to there, into as many parts or more
 BUSY = (
     396  # programs that keep a large GPU busy: three for each of the 132 multiprocessors of an H200

@@ -17,17 +17,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from tlt_jax.kernels.fused import ADDED, GATED, HEADS, Fused, jit, tl
+from tlt_jax.kernels.fused import ADDED, GATED, HEADS, MOST_MATRIX, Fused, jit, tl
 from tlt_jax.kernels.numerics import power
 from tlt_jax.shapes import shaped
 
 DTYPES = (jnp.bfloat16, jnp.float32)  # that the kernels take
 # More tokens run in XLA. Full float32 products use no tensor cores.
 MOST_TOKENS = {2: 64, 4: 16}  # by the bytes of a number
-# A kernel saves one or two others, of about 3.8 us each on an H200 (2026-11-26). XLA's products read a large matrix at 0.86 of
-# the speed of a copy, and ours are not measured: they take matrices whose reading costs no more than two kernels, 24 MiB (7 us
-# at 3.6 TB/s).
-MOST_MATRIX = 24 << 20
 # Every program reads all tokens, from the L2 cache: 320 KiB are 8 us at 40 bytes a nanosecond, which is assumed.
 MOST_READ = 320 << 10
 SPLIT_FROM = 128 << 10  # a product that reads more in a program is split, where it can be

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tlt_jax.kernels.numerics import contract, widen
-from tlt_jax.models.architecture import Rope
 from tlt_jax.models.low_rank import LowRank, is_low_rank
 from tlt_jax.shapes import shaped
+
+if TYPE_CHECKING:
+    from tlt_jax.models.architecture import Rope
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -140,7 +143,6 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Float[np.ndarray, " half"]:
     return frequency
 
 
-@shaped
 def rope_angles(
     rope: Rope, head_dim: int, positions: Int[Array, "*batch"], dtype: DTypeLike
 ) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
