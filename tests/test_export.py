@@ -16,7 +16,7 @@ from tlt_jax.config import load as configuration
 from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.drafter import recipe as drafter_recipe
-from tlt_jax.drafter.recipes import idle_recipe
+from tlt_jax.drafter.recipe import idle_recipe
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import from_config, hf, hf_drafter
 from tlt_jax.train import policy_update

@@ -108,7 +108,7 @@ def export_drafter(
 
     Raises ConfigError also when the run trains no drafter, or had not started to at that step.
     """
-    from tlt_jax.drafter import recipe as drafter_recipe, recipes
+    from tlt_jax.drafter import recipe as drafter_recipe
     from tlt_jax.models import from_config, hf_drafter
     from tlt_jax.train import run_state
 
@@ -118,7 +118,7 @@ def export_drafter(
         )
     model, mesh = run_state.sizes(config)
     drafter = from_config.drafter_config(config, model)
-    recipe = recipes.idle_recipe(config, model, drafter, mesh)
+    recipe = drafter_recipe.idle_recipe(config, model, drafter, mesh)
     target = drafter_recipe.abstract_state(recipe)
     chosen, state = run_state.restore_item(config, run, step, "drafter", target)
     hf_drafter.save(state.params, drafter, out, dtype or config.model.param_dtype)

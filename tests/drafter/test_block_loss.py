@@ -3,49 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_drafter_update as updates
+from test_drafter_update import DFLASH, DSPARK, DSPARK_BARE, DSPARK_REDUCED, recipe_of, slope_of
 
 from tlt_jax.data.packing import PackedRows
 from tlt_jax.distributed.mesh import sharding
-from tlt_jax.drafter import block_loss, recipe as drafter_recipe, update
-from tlt_jax.drafter.block_loss import Objective
-from tlt_jax.drafter.recipe import Recipe
+from tlt_jax.drafter import losses, recipe as drafter_recipe, update
+from tlt_jax.drafter.recipe import BlockObjective, Recipe
 from tlt_jax.models import architecture, block_drafter, drafter as drafters
 
 IDS = updates.IDS
-DFLASH, DSPARK, REDUCED, BARE = "dflash", "dspark", "dspark reduced", "dspark bare"
-CHANGES = {
-    DFLASH: {"block_size": 4, "num_layers": 2},
-    DSPARK: {"block_size": 3, "num_layers": 1, "markov_rank": 8},
-    REDUCED: {
-        "block_size": 3,
-        "num_layers": 1,
-        "markov_rank": 8,
-        "draft_vocab_size": len(IDS),
-    },
-    BARE: {"block_size": 3, "num_layers": 1, "markov_rank": 0, "confidence": False},
-}
 STEP = 3
-
-
-def recipe_of(kind=REDUCED, objective=None, data=1, model=1, **changes) -> Recipe:
-    drafter = drafters.for_policy(updates.MODEL, kind.split()[0], **CHANGES[kind])
-    recipe = updates.recipe_of(updates.EAGLE, None, data, model, **changes)
-    return replace(recipe, drafter=drafter, objective=objective or Objective())
-
-
-def loss_of(recipe: Recipe, step: int = STEP):
-    """Jitted (params without ids, params, shared, batch) -> loss and metrics, and their gradient."""
-
-    def total(trained, params, shared, batch):
-        return block_loss.loss(trained.replace(ids=params.ids), shared, batch, recipe, step)
-
-    return jax.jit(jax.value_and_grad(total, has_aux=True))
 
 
 def setting(recipe: Recipe):
@@ -63,34 +37,39 @@ def setting(recipe: Recipe):
 # Scores of single positions
 
 
+def score(target, logits, top, labels, odds, ids):
+    terms = partial(losses.block_terms, confidence=odds, is_part=ids is not None)
+    return losses.score(target, logits, top, labels, ids, terms)
+
+
 def test_scores_worked_by_hand(x64):
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.7, 0.1])
     odds = jnp.log(3.0)  # of a confidence of 0.75
-    whole = block_loss.score(jnp.log(p), jnp.log(q) + 4, jnp.int32(0), jnp.int32(1), odds, None)
-    found = whole.token_loss, whole.variation, whole.acceptance
+    whole = score(jnp.log(p), jnp.log(q) + 4, jnp.int32(0), jnp.int32(1), odds, None)
+    found = whole.terms["token_loss"], whole.terms["variation"], whole.acceptance
     np.testing.assert_allclose(found, (-np.log(0.7), 0.3 + 0.4 + 0.1, 0.6), rtol=1e-12)
-    assert (bool(whole.has_label), bool(whole.agrees)) == (True, False)
+    assert (bool(whole.learns), bool(whole.agrees)) == (True, False)
     entropy = -(0.6 * np.log(0.75) + 0.4 * np.log(0.25))
-    assert float(whole.confidence_loss) == pytest.approx(entropy, rel=1e-12)
+    assert float(whole.terms["confidence_loss"]) == pytest.approx(entropy, rel=1e-12)
 
     # Tokens 1 and 4 of five are in the draft vocabulary, with 0.3 and 0.2 of the policy's probability.
     ids, q = jnp.array([1, 4], jnp.int32), np.array([0.9, 0.1])
     for true, has_label in ((1, True), (3, False)):
-        label = block_loss.label_of(jnp.int32(true), ids)
-        part = block_loss.score(jnp.log(p[1:]), jnp.log(q), jnp.int32(1), label, None, ids)
-        assert (bool(part.has_label), bool(part.agrees)) == (has_label, True)
-        assert float(part.variation) == pytest.approx(0.6 + 0.1 + 0.5, rel=1e-12)
+        label = losses.label_of(jnp.int32(true), ids)
+        part = score(jnp.log(p[1:]), jnp.log(q), jnp.int32(1), label, None, ids)
+        assert (bool(part.learns), bool(part.agrees)) == (has_label, True)
+        assert float(part.terms["variation"]) == pytest.approx(0.6 + 0.1 + 0.5, rel=1e-12)
         assert float(part.acceptance) == pytest.approx(0.3 + 0.1, rel=1e-12)
         if has_label:
-            assert float(part.token_loss) == pytest.approx(-np.log(0.9), rel=1e-12)
-    assert block_loss.label_of(jnp.arange(6), ids).tolist() == [-1, 0, -1, -1, 1, -1]
+            assert float(part.terms["token_loss"]) == pytest.approx(-np.log(0.9), rel=1e-12)
+    assert losses.label_of(jnp.arange(6), ids).tolist() == [-1, 0, -1, -1, 1, -1]
 
 
 def test_the_confidence_learns_the_acceptance_and_not_the_other_way_round(x64):
     p = jnp.log(jnp.array([0.5, 0.3, 0.2]))
 
     def term(logits, odds):
-        return block_loss.score(p, logits, jnp.int32(0), jnp.int32(1), odds, None).confidence_loss
+        return score(p, logits, jnp.int32(0), jnp.int32(1), odds, None).terms["confidence_loss"]
 
     logits, odds = jnp.array([0.3, -0.2, 0.1]), jnp.array(0.4)
     back, ahead = jax.grad(term, argnums=(0, 1))(logits, odds)
@@ -109,8 +88,12 @@ def test_scores_and_their_gradients_are_those_of_torch(x64):
 
     def ours(logits, odds):
         top = jnp.argmax(target, -1)
-        found = block_loss.score(target, logits, top, jnp.asarray(labels), odds, None)
-        return jnp.sum(0.1 * found.token_loss + 0.9 * found.variation + found.confidence_loss)
+        found = score(target, logits, top, jnp.asarray(labels), odds, None)
+        return jnp.sum(
+            0.1 * found.terms["token_loss"]
+            + 0.9 * found.terms["variation"]
+            + found.terms["confidence_loss"]
+        )
 
     logits, confidence = torch.tensor(q, requires_grad=True), torch.tensor(odds, requires_grad=True)
     wanted, given = torch.tensor(p).softmax(-1), logits.softmax(-1)
@@ -192,39 +175,29 @@ def plain_loss(
 
 
 @pytest.mark.parametrize(
-    "kind", [DFLASH, pytest.param(DSPARK, marks=pytest.mark.matrix), REDUCED, BARE]
-)  # REDUCED has all that DSPARK has, and a draft vocabulary
+    "kind", [DFLASH, pytest.param(DSPARK, marks=pytest.mark.matrix), DSPARK_REDUCED, DSPARK_BARE]
+)  # DSPARK_REDUCED has all that DSPARK has, and a draft vocabulary
 def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slope(kind, x64):
     recipe = recipe_of(kind)
     policy, params, shared, batch = setting(recipe)
-    anchors = block_loss.draw(block_loss.candidates(batch), STEP, recipe)
+    anchors = losses.draw(losses.candidates(batch), STEP, recipe)
     rows = batch.tokens, batch.features, batch.positions, batch.segments, anchors
     hidden = jax.jit(
         lambda params: block_drafter.forward_blocks(params, recipe.drafter, shared, *rows)
     )(params)
     expected = plain_loss(recipe, params, policy, batch, *map(np.asarray, (anchors, hidden)))
-    trained = params.replace(ids=None)
-    (total, metrics), _ = loss_of(recipe)(trained, params, shared, batch)
+    (total, metrics), _ = slope_of(recipe, STEP)(params.replace(ids=None), params, shared, batch)
     assert dict(metrics | {"loss": total}) == pytest.approx(expected, rel=1e-10)
     # The slope of the acceptance that the confidence learns is not followed, so that term is left out.
-    slope = loss_of(replace(recipe, objective=Objective(confidence=0.0)))
-    _, gradient = slope(trained, params, shared, batch)
-    direction = updates.params_of(recipe, seed=5).replace(ids=None)
-    shifted = [
-        slope(jax.tree.map(lambda p, d, s=s: p + s * 1e-6 * d, trained, direction), params, shared, batch)[0][0]
-        for s in (1, -1)
-    ]  # fmt: skip
-    products = jax.tree.map(lambda one, other: np.sum(one * other), gradient, direction)
-    assert sum(jax.tree.leaves(products)) == pytest.approx(
-        float(shifted[0] - shifted[1]) / 2e-6, rel=1e-5
-    )
+    slope = slope_of(replace(recipe, objective=BlockObjective(confidence=0.0)), STEP)
+    updates.check_slope(slope, recipe, params, shared, batch)
 
 
 def test_the_confidence_trains_all_that_it_reads_and_nothing_else(x64):
     """As published: its gradient flows into the layers and the Markov embedding, not through its target into the logits."""
-    recipe = recipe_of(DSPARK, Objective(token=0.0, variation=0.0))
+    recipe = recipe_of(DSPARK, BlockObjective(token=0.0, variation=0.0))
     _, params, shared, batch = setting(recipe)
-    _, gradient = loss_of(recipe)(params.replace(ids=None), params, shared, batch)
+    _, gradient = slope_of(recipe, STEP)(params.replace(ids=None), params, shared, batch)
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
         name = jax.tree_util.keystr(path)
         assert (np.abs(leaf).max() > 0) == (name != ".markov_out"), name
@@ -238,7 +211,7 @@ def test_one_layer_and_a_block_of_one_is_a_next_token_head(x64):
     drafter = drafters.for_policy(
         model, "dspark", block_size=1, num_layers=1, markov_rank=0, confidence=False, captures=(1,), mlp_dim=1
     )  # fmt: skip
-    recipe = replace(recipe_of(), model=model, drafter=drafter)
+    recipe = replace(recipe_of(DSPARK_REDUCED), model=model, drafter=drafter)
     zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape), drafters.weights(drafter, 1))
     one, eye = jnp.ones(2), jnp.eye(2)
     layers = zeros.layers.replace(
@@ -255,9 +228,7 @@ def test_one_layer_and_a_block_of_one_is_a_next_token_head(x64):
         features=jnp.array([[[5.0, 5.0], [9.0, 0.0], [7.0, 7.0]]]), states=jnp.array([[[9.0, 9.0], state, [8.0, 8.0]]]),
     )  # fmt: skip
     shared = drafters.Shared(jnp.asarray(embed), jnp.asarray(head))
-    loss, metrics = jax.jit(lambda *given: block_loss.loss(*given, recipe, STEP))(
-        params, shared, batch
-    )
+    loss, metrics = jax.jit(lambda *given: losses.loss(*given, recipe, STEP))(params, shared, batch)
     # Features (5, 5) have c = (1, 1), at position 0. The anchor's query is its embedding (0, 2), normed, at position 1;
     # its own key has the same angle, so that the angle to c's is 1 radian.
     query = np.sqrt(2) * np.array([-np.sin(1.0), np.cos(1.0)])
@@ -278,17 +249,17 @@ def test_one_layer_and_a_block_of_one_is_a_next_token_head(x64):
 
 def test_anchors_are_different_tokens_whose_next_token_is_to_be_learned(x64):
     """As many as there are, at most one for `spacing` tokens of the row."""
-    recipe = recipe_of()
+    recipe = recipe_of(DSPARK_REDUCED)
     batch = updates.batch_of(recipe)
     segments, answers = np.asarray(batch.segments), np.asarray(batch.is_answer)
     able = np.zeros_like(answers)
     for row, t in np.argwhere(answers):
         able[row, t] = t > 0 and segments[row, t - 1] == segments[row, t]
     assert 0 < able.sum() < answers.sum(), "some answers begin at the first token of their segment"
-    np.testing.assert_array_equal(block_loss.candidates(batch), able)
+    np.testing.assert_array_equal(losses.candidates(batch), able)
     for spacing in (1, 2, 8):
-        own = replace(recipe, objective=Objective(spacing=spacing))
-        found = [np.asarray(block_loss.draw(jnp.asarray(able), step, own)) for step in (4, 4, 5)]
+        own = replace(recipe, objective=BlockObjective(spacing=spacing))
+        found = [np.asarray(losses.draw(jnp.asarray(able), step, own)) for step in (4, 4, 5)]
         np.testing.assert_array_equal(found[0], found[1])
         assert spacing == 1 or (found[0] != found[2]).any(), "every step draws anew"
         assert found[0].shape == (4, 16 // spacing)
@@ -297,16 +268,16 @@ def test_anchors_are_different_tokens_whose_next_token_is_to_be_learned(x64):
             assert able[row, drawn].all() and len(set(drawn)) == len(drawn)
             assert len(drawn) == min(able[row].sum(), 16 // spacing)
     seeds = (replace(recipe, seed=seed) for seed in (0, 1))
-    one, other = (block_loss.draw(jnp.asarray(able), 4, own) for own in seeds)
+    one, other = (losses.draw(jnp.asarray(able), 4, own) for own in seeds)
     assert (one != other).any()
 
 
 def test_every_candidate_is_drawn_equally_often():
     """2,000 draws of 4 of 10: a share of 0.4 has a standard deviation of 0.011; one that is off by 0.06 is seen."""
-    recipe = recipe_of(objective=Objective(spacing=4))
+    recipe = recipe_of(DSPARK_REDUCED, BlockObjective(spacing=4))
     mask = jnp.arange(16)[None] % 8 < 5
     steps = jnp.arange(2000)
-    drawn = np.asarray(jax.jit(jax.vmap(lambda step: block_loss.draw(mask, step, recipe)))(steps))
+    drawn = np.asarray(jax.jit(jax.vmap(lambda step: losses.draw(mask, step, recipe)))(steps))
     shares = np.bincount(drawn.reshape(-1), minlength=16) / 2000
     np.testing.assert_allclose(shares[np.asarray(mask[0])], 0.4, atol=0.045)
     assert not shares[~np.asarray(mask[0])].any()
@@ -316,55 +287,13 @@ def test_anchors_are_the_same_on_every_mesh():
     mask = np.random.default_rng(0).random((8, 64)) < 0.7
     found = []
     for data, model in ((1, 1), (4, 2)):
-        recipe = recipe_of(data=data, model=model)
+        recipe = recipe_of(DSPARK_REDUCED, data=data, model=model)
         rows = jax.device_put(mask, sharding(recipe.mesh, ("batch", None), "train"))
-        found.append(jax.jit(lambda rows, recipe=recipe: block_loss.draw(rows, 7, recipe))(rows))
+        found.append(jax.jit(lambda rows, recipe=recipe: losses.draw(rows, 7, recipe))(rows))
     np.testing.assert_array_equal(*found)
 
 
-# The step
-
-
-@pytest.mark.parametrize("kind", [pytest.param(DFLASH, marks=pytest.mark.matrix), REDUCED])
-def test_sharded_and_chunked_updates_are_the_plain_one(kind, x64):
-    results = []
-    for recipe in (recipe_of(kind), recipe_of(kind, None, 4, 2, logits_chunk=1, attention_block=3)):
-        state = drafter_recipe.create(updates.params_of(recipe), recipe)
-        program, policy = update.program(recipe), updates.policy_of(recipe)
-        for _ in range(2):
-            state, metrics = program(state, policy, updates.batch_of(recipe))
-        results.append((state, metrics))
-    updates.assert_same(*results, rtol=1e-9, atol=1e-12)
-
-
-def test_only_trained_leaves_move_and_losses_fall(x64):
-    recipe = recipe_of(REDUCED, Objective(spacing=1))  # every step has the same anchors
-    policy, before = updates.policy_of(recipe), updates.params_of(recipe)
-    state = drafter_recipe.create(updates.params_of(recipe), recipe)
-    kept, losses = jax.device_get(policy), []
-    for _ in range(6):
-        state, metrics = update.program(recipe)(state, policy, updates.batch_of(recipe))
-        losses.append(float(metrics["loss"]))
-    assert losses == sorted(losses, reverse=True)
-    updates.assert_same(policy, kept)
-    np.testing.assert_array_equal(state.params.ids, IDS)
-    pairs = zip(
-        *(jax.tree.leaves(one.replace(ids=None)) for one in (state.params, before)), strict=True
-    )
-    assert all((np.asarray(leaf) != np.asarray(old)).any() for leaf, old in pairs)
-
-
-def test_rows_without_answers_have_no_loss_and_no_gradient(x64):
-    recipe = recipe_of(REDUCED)
-    state, policy = (
-        drafter_recipe.create(updates.params_of(recipe), recipe),
-        updates.policy_of(recipe),
-    )
-    batch = updates.batch_of(recipe)
-    batch = batch._replace(is_answer=jnp.zeros_like(batch.is_answer))
-    _, metrics = update.program(recipe)(state, policy, batch)
-    found = float(metrics["loss"]), float(metrics["grad_norm"]), int(metrics["nonfinite"])
-    assert found == (0, 0, 0)
+# Costs
 
 
 def compiled(length: int, vocab: int = 64, **changes):
@@ -372,7 +301,7 @@ def compiled(length: int, vocab: int = 64, **changes):
     model = replace(updates.MODEL, vocab_size=vocab, max_positions=length)
     drafter = drafters.for_policy(model, "dspark", num_layers=1, block_size=4)
     recipe = replace(
-        recipe_of(param_dtype="float32", compute_dtype="float32", logits_chunk=64, attention_block=64),
+        recipe_of(DSPARK_REDUCED, param_dtype="float32", compute_dtype="float32", logits_chunk=64, attention_block=64),
         model=model, drafter=drafter,
     )  # fmt: skip
     recipe = replace(recipe, **changes)
@@ -409,7 +338,7 @@ def test_the_operations_of_a_loss_are_those_of_its_products():
         model, "dspark", num_layers=1, block_size=4, draft_vocab_size=U, markov_rank=r
     )
     recipe = replace(
-        recipe_of(param_dtype="float32", compute_dtype="float32", logits_chunk=10**6, attention_block=10**6),
+        recipe_of(DSPARK_REDUCED, param_dtype="float32", compute_dtype="float32", logits_chunk=10**6, attention_block=10**6),
         model=model, drafter=drafter,
     )  # fmt: skip
     policy = architecture.abstract(model, recipe.mesh, "train", "float32")
@@ -421,7 +350,7 @@ def test_the_operations_of_a_loss_are_those_of_its_products():
     batch = batch._replace(features=features, states=states)
 
     def loss(params, policy, batch):
-        return block_loss.loss(params, drafters.shared(policy), batch, recipe, STEP)[0]
+        return losses.loss(params, drafters.shared(policy), batch, recipe, STEP)[0]
 
     found = jax.jit(loss).lower(params, policy, batch).compile().cost_analysis()["flops"]
     positions = T // 2 * 4  # a block of 4 for every second token

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +16,18 @@ from tlt_jax.data import packing
 from tlt_jax.data.packing import Example, PackedRows
 from tlt_jax.distributed.mesh import make_mesh, sharding
 from tlt_jax.drafter import (
-    eagle_loss,
+    losses,
     recipe as drafter_recipe,
     step_training,
     update as drafter_update,
 )
-from tlt_jax.drafter.eagle_loss import Objective
-from tlt_jax.drafter.recipe import DrafterState, Recipe
-from tlt_jax.drafter.recipes import recipe_of as configured
+from tlt_jax.drafter.recipe import (
+    BlockObjective,
+    DrafterState,
+    EagleObjective,
+    Recipe,
+    recipe_of as configured,
+)
 from tlt_jax.models import architecture, drafter as drafters, eagle
 from tlt_jax.optimizer import Adam
 
@@ -34,12 +39,36 @@ IDS = np.array([0, 2, 3, 5, 7, 10], np.int32)
 ADAM = Adam(learning_rate=1e-2, total_steps=10, weight_decay=0.1)
 UNROLL = 2
 EAGLE, WHOLE, REDUCED = "eagle", "eagle3", "eagle3 reduced"
+DFLASH, DSPARK, DSPARK_REDUCED, DSPARK_BARE = "dflash", "dspark", "dspark reduced", "dspark bare"
+SIZES = {
+    EAGLE: {},
+    WHOLE: {},
+    REDUCED: {"draft_vocab_size": len(IDS)},
+    DFLASH: {"block_size": 4},
+    DSPARK: {"block_size": 3, "num_layers": 1, "markov_rank": 8},
+    DSPARK_REDUCED: {
+        "block_size": 3,
+        "num_layers": 1,
+        "markov_rank": 8,
+        "draft_vocab_size": len(IDS),
+    },
+    DSPARK_BARE: {"block_size": 3, "num_layers": 1, "markov_rank": 0, "confidence": False},
+}
+OF_EACH_KIND = pytest.mark.parametrize(
+    "kind",
+    [
+        *(pytest.param(kind, marks=pytest.mark.matrix) for kind in (EAGLE, DFLASH)),
+        REDUCED,
+        DSPARK_REDUCED,
+    ],
+)
 
 
 def recipe_of(kind=EAGLE, objective=None, data=1, model=1, **changes) -> Recipe:
-    size = {"draft_vocab_size": len(IDS)} if kind == REDUCED else {}
-    drafter = drafters.for_policy(MODEL, kind.split()[0], **size)
-    objective = objective or Objective(unroll=UNROLL, decay=0.5)
+    drafter = drafters.for_policy(MODEL, kind.split()[0], **SIZES[kind])
+    objective = objective or (
+        BlockObjective() if drafter.is_block else EagleObjective(unroll=UNROLL, decay=0.5)
+    )
     fixed = {
         "param_dtype": "float64",
         "compute_dtype": "float64",
@@ -95,7 +124,30 @@ def observed(recipe: Recipe, policy: architecture.Params, batch: PackedRows) -> 
 
 def loss_of(recipe: Recipe):
     """Jitted (params, shared, batch) -> loss and metrics."""
-    return jax.jit(lambda *given: eagle_loss.loss(*given, recipe, 0))
+    return jax.jit(lambda *given: losses.loss(*given, recipe, 0))
+
+
+def slope_of(recipe: Recipe, step: int = 0):
+    """Jitted (params without ids, params, shared, batch) -> loss and metrics, and their gradient."""
+
+    def total(trained, params, shared, batch):
+        return losses.loss(trained.replace(ids=params.ids), shared, batch, recipe, step)
+
+    return jax.jit(jax.value_and_grad(total, has_aux=True))
+
+
+def check_slope(slope, recipe: Recipe, params: drafters.DrafterParams, *rest):
+    """The gradient is the slope of the loss, in a random direction."""
+    trained = params.replace(ids=None)
+    _, gradient = slope(trained, params, *rest)
+    direction = params_of(recipe, seed=5).replace(ids=None)
+    shifted = [
+        slope(jax.tree.map(lambda p, d, s=s: p + s * 1e-6 * d, trained, direction), params, *rest)[0][0]
+        for s in (1, -1)
+    ]  # fmt: skip
+    products = jax.tree.map(lambda one, other: np.sum(one * other), gradient, direction)
+    expected = float(shifted[0] - shifted[1]) / 2e-6
+    assert sum(jax.tree.leaves(products)) == pytest.approx(expected, rel=1e-5)
 
 
 def assert_same(one, other, **tolerance):
@@ -109,6 +161,11 @@ def assert_same(one, other, **tolerance):
 # Scores of single tokens
 
 
+def score(target, logits, top, ids=None, **options):
+    terms = partial(losses.eagle_terms, objective=EagleObjective(**options))
+    return losses.score(target, logits, top, losses.label_of(top, ids), ids, terms)
+
+
 def softmax(logits: np.ndarray) -> np.ndarray:
     shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return shifted / shifted.sum(axis=-1, keepdims=True)
@@ -117,8 +174,10 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 def test_scores_worked_by_hand(x64):
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.7, 0.1])
     entropy = -(0.5 * np.log(0.2) + 0.3 * np.log(0.7) + 0.2 * np.log(0.1))
-    whole = eagle_loss.score(jnp.log(p), jnp.log(q) + 4, jnp.int32(0), None, Objective())
-    assert_same((whole.token_loss, whole.acceptance), (entropy, 0.2 + 0.3 + 0.1), rtol=1e-12)
+    whole = score(jnp.log(p), jnp.log(q) + 4, jnp.int32(0))
+    assert_same(
+        (whole.terms["token_loss"], whole.acceptance), (entropy, 0.2 + 0.3 + 0.1), rtol=1e-12
+    )
     assert (bool(whole.agrees), bool(whole.learns)) == (False, True)
 
     # Tokens 1 and 4 of five are in the draft vocabulary, with 0.3 and 0.2 of the policy's probability.
@@ -129,11 +188,11 @@ def test_scores_worked_by_hand(x64):
         (3, False, False),
         (0, False, False),
     ):
-        part = eagle_loss.score(jnp.log(p[1:]), jnp.log(q), jnp.int32(top), ids, Objective())
+        part = score(jnp.log(p[1:]), jnp.log(q), jnp.int32(top), ids)
         entropy = -(
             0.6 * np.log(0.9) + 0.4 * np.log(0.1)
         )  # to the policy renormalized over the two
-        assert_same((part.token_loss, part.acceptance), (entropy, 0.3 + 0.1), rtol=1e-12)
+        assert_same((part.terms["token_loss"], part.acceptance), (entropy, 0.3 + 0.1), rtol=1e-12)
         assert (bool(part.agrees), bool(part.learns)) == (agrees, learns)
 
 
@@ -141,9 +200,9 @@ def test_the_acceptance_loss_is_one_minus_acceptance_once_that_is_high(x64):
     p = np.array([0.5, 0.3, 0.2])
 
     def loss(logits, kind):
-        return eagle_loss.score(
-            jnp.log(p), jnp.asarray(logits), jnp.int32(0), None, Objective(loss=kind)
-        ).token_loss
+        return score(jnp.log(p), jnp.asarray(logits), jnp.int32(0), None, loss=kind).terms[
+            "token_loss"
+        ]
 
     near = np.log(p) + np.array([0.01, 0.0, 0.0])
     kept = np.minimum(p, softmax(near)).sum()
@@ -194,7 +253,7 @@ def plain_loss(
                 features.append(np.where(gap < 1, gap**2 / 2, gap - 0.5).mean())
                 agrees.append(kept[drafted.argmax()] == p.argmax())
                 acceptance.append(np.minimum(p[kept], drafted).sum())
-                best = np.argsort(-p[kept])[: eagle_loss.TOP]
+                best = np.argsort(-p[kept])[: losses.TOP]
                 tops.append(-(p[kept] * np.log(drafted))[best].sum())
                 if p.argmax() in kept:
                     tokens.append(-(p[kept] / p[kept].sum() * np.log(drafted)).sum())
@@ -225,8 +284,8 @@ def plain_loss(
 def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slope(
     kind, top_loss, x64, monkeypatch
 ):
-    monkeypatch.setattr(eagle_loss, "TOP", 3)
-    recipe = recipe_of(kind, Objective(UNROLL, 0.5, top_loss=top_loss))
+    monkeypatch.setattr(losses, "TOP", 3)
+    recipe = recipe_of(kind, EagleObjective(UNROLL, 0.5, top_loss=top_loss))
     policy, params = policy_of(recipe), params_of(recipe)
     batch, shared = observed(recipe, policy, batch_of(recipe)), drafters.shared(policy)
     rows = (batch.tokens, batch.features, batch.positions, batch.segments)
@@ -236,22 +295,10 @@ def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slop
     expected = plain_loss(
         recipe, policy, batch, hidden, eagle.logits(params, recipe.drafter, shared, hidden)
     )
-    trained = params.replace(ids=None)
-    slope = jax.jit(jax.value_and_grad(
-        lambda trained: eagle_loss.loss(trained.replace(ids=params.ids), shared, batch, recipe, 0), has_aux=True
-    ))  # fmt: skip
-    (total, metrics), gradient = slope(trained)
+    slope = slope_of(recipe)
+    (total, metrics), _ = slope(params.replace(ids=None), params, shared, batch)
     assert dict(metrics | {"loss": total}) == pytest.approx(expected, rel=1e-10)
-    direction = params_of(recipe, seed=5).replace(ids=None)
-    shifted = [
-        slope(jax.tree.map(lambda p, d, s=s: p + s * 1e-6 * d, trained, direction))[0][0]
-        for s in (1, -1)
-    ]
-    products = [
-        np.sum(np.multiply(*pair))
-        for pair in zip(*map(jax.tree.leaves, (gradient, direction)), strict=True)
-    ]
-    assert sum(products) == pytest.approx(float(shifted[0] - shifted[1]) / 2e-6, rel=1e-5)
+    check_slope(slope, recipe, params, shared, batch)
 
 
 @pytest.mark.parity
@@ -260,9 +307,7 @@ def test_losses_are_those_of_torch(x64):
     random = np.random.default_rng(0)
     p, q = random.normal(size=(2, 5, 11))
     target = jax.nn.log_softmax(jnp.asarray(p))
-    ours = eagle_loss.score(
-        target, jnp.asarray(q), jnp.argmax(target, -1), None, Objective()
-    ).token_loss
+    ours = score(target, jnp.asarray(q), jnp.argmax(target, -1)).terms["token_loss"]
     theirs = torch.nn.functional.cross_entropy(
         torch.tensor(q), torch.tensor(p).softmax(-1), reduction="none"
     )
@@ -270,9 +315,7 @@ def test_losses_are_those_of_torch(x64):
     theirs = torch.nn.functional.smooth_l1_loss(
         torch.tensor(q), torch.tensor(p), reduction="none"
     ).mean(-1)
-    np.testing.assert_allclose(
-        eagle_loss.smooth_l1(jnp.asarray(q), jnp.asarray(p)), theirs, rtol=1e-12
-    )
+    np.testing.assert_allclose(losses.smooth_l1(jnp.asarray(q), jnp.asarray(p)), theirs, rtol=1e-12)
 
 
 @pytest.mark.parametrize("kind", [EAGLE, WHOLE])
@@ -289,10 +332,10 @@ def test_segments_and_not_positions_determine_what_a_draft_step_can_predict(kind
 # Sharding and chunks
 
 
-@pytest.mark.parametrize("kind", [pytest.param(EAGLE, marks=pytest.mark.matrix), REDUCED])
+@OF_EACH_KIND
 def test_sharded_and_chunked_updates_are_the_plain_one_and_compile_once(kind, x64):
     results = []
-    for recipe in (recipe_of(kind), recipe_of(kind, None, 4, 2, logits_chunk=1)):
+    for recipe in (recipe_of(kind), recipe_of(kind, None, 4, 2, logits_chunk=1, attention_block=3)):
         update, state, policy = drafter_update.program(recipe), state_of(recipe), policy_of(recipe)
         placed, compiled = jax.tree.map(lambda leaf: leaf.sharding, state), update._cache_size()
         for _ in range(2):
@@ -326,7 +369,7 @@ def test_update_never_holds_the_logits_of_all_tokens():
         drafter,
         make_mesh(2, 1),
         ADAM,
-        Objective(unroll=UNROLL),
+        EagleObjective(unroll=UNROLL),
         logits_chunk=64,
         attention_block=64,
     )
@@ -360,8 +403,10 @@ def test_stored_features_give_the_same_update_as_computed_ones(x64):
     assert_same(update(state_of(recipe), rollout, stored), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_only_trained_leaves_move_and_losses_fall(x64):
-    recipe = recipe_of(REDUCED)
+@pytest.mark.parametrize("kind", [REDUCED, DSPARK_REDUCED])
+def test_only_trained_leaves_move_and_losses_fall(kind, x64):
+    # A block drafter has the same anchors in every step.
+    recipe = recipe_of(kind, BlockObjective(spacing=1) if kind == DSPARK_REDUCED else None)
     policy, state, before = policy_of(recipe), state_of(recipe), params_of(recipe)
     kept, losses = jax.device_get(policy), []
     for _ in range(6):
@@ -403,8 +448,9 @@ def test_update_that_is_not_finite_changes_nothing_and_is_counted(x64):
     assert (int(state.step), int(state.skips), int(state.skipped)) == (3, 0, 2)
 
 
-def test_rows_without_answers_have_no_loss_and_no_gradient(x64):
-    recipe = recipe_of(REDUCED)
+@pytest.mark.parametrize("kind", [REDUCED, DSPARK_REDUCED])
+def test_rows_without_answers_have_no_loss_and_no_gradient(kind, x64):
+    recipe = recipe_of(kind)
     batch = batch_of(recipe)
     batch = batch._replace(is_answer=jnp.zeros_like(batch.is_answer))
     _, metrics = drafter_update.program(recipe)(state_of(recipe), policy_of(recipe), batch)
@@ -416,20 +462,18 @@ def test_rows_without_answers_have_no_loss_and_no_gradient(x64):
 
 
 def test_noise_is_new_in_every_step_and_the_same_after_a_resume(x64):
-    recipe = recipe_of(EAGLE, Objective(UNROLL, 0.5, noise=0.1), seed=3)
+    recipe = recipe_of(EAGLE, EagleObjective(UNROLL, 0.5, noise=0.1), seed=3)
     features = jnp.zeros((4, 16, 16))
-    first, again, second = (
-        eagle_loss.noise(jnp.int32(step), features, recipe) for step in (0, 0, 1)
-    )
+    first, again, second = (losses.noise(jnp.int32(step), features, recipe) for step in (0, 0, 1))
     np.testing.assert_array_equal(first, again)
     assert (np.asarray(first) != np.asarray(second)).all()
     assert 0.09 < float(jnp.abs(first).max()) < 0.1 and abs(float(first.mean())) < 0.01
     batch, policy = batch_of(recipe), policy_of(recipe)
-    losses = [
+    found = [
         drafter_update.program(one)(state_of(one), policy, batch)[1]["loss"]
         for one in (recipe, recipe_of(EAGLE))
     ]
-    assert losses[0] != losses[1]
+    assert found[0] != found[1]
 
 
 def test_decay_pulls_matrices_only(x64):
@@ -448,7 +492,7 @@ def test_recipe_holds_the_numbers_of_the_configuration():
     config = Config(drafter_training=knobs, optim=Optim(beta2=0.9, grad_clip=0.5))
     recipe = configured(config, MODEL, drafters.for_policy(MODEL, "eagle"), make_mesh(1, 1))
     assert recipe.adam == Adam(2e-4, 40, "cosine", 2, 0.1, 0.9, 0.9, 0.0, 0.5)
-    assert recipe.objective == Objective(3)
+    assert recipe.objective == EagleObjective(3)
     config = replace(config, drafter_training=replace(knobs, unroll=0))
     assert (
         configured(

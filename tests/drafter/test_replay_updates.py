@@ -10,7 +10,7 @@ import test_drafter_update as updates
 from replays import ROWS, T, feed, replay_of, request_of, texts_of
 
 from tlt_jax.data.packing import PackedRows
-from tlt_jax.drafter import eagle_loss, update as drafter_update
+from tlt_jax.drafter import losses, update as drafter_update
 from tlt_jax.drafter.recipe import Recipe
 from tlt_jax.drafter.replay import Piece
 from tlt_jax.models import drafter as drafters, eagle
@@ -93,7 +93,7 @@ def test_packed_windows_give_the_gradients_of_each_alone(kind):
         return jnp.asarray(array)
 
     apart = apart._replace(features=stretched(features), states=stretched(states))
-    slope = jax.jit(jax.value_and_grad(lambda *given: eagle_loss.loss(*given, recipe, 0)[0]))
+    slope = jax.jit(jax.value_and_grad(lambda *given: losses.loss(*given, recipe, 0)[0]))
     expected = slope(params, shared, apart)
     replay = replay_of(width=10, most=4)
     replay.begin(0, request_of(texts))

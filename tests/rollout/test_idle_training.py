@@ -13,14 +13,12 @@ import test_engine as tiny
 import test_harvest_engine as harvests
 
 from tlt_jax.drafter import (
-    block_loss,
-    eagle_loss,
     idle_training as idle,
     recipe as drafter_recipe,
     update as drafter_update,
 )
 from tlt_jax.drafter.idle_training import IdleTraining
-from tlt_jax.drafter.recipe import Recipe
+from tlt_jax.drafter.recipe import BlockObjective, EagleObjective, Recipe
 from tlt_jax.drafter.replay import Replay, ReplayConfig
 from tlt_jax.drafter.update import Copies, MicroStep
 from tlt_jax.keys import TRAIN_STREAM
@@ -45,7 +43,7 @@ class Setting:
             drafter,
             self.engine.mesh,
             ADAM,
-            eagle_loss.Objective(2) if kind.startswith("eagle") else block_loss.Objective(),
+            EagleObjective(2) if kind.startswith("eagle") else BlockObjective(),
             attention_block=16,
             **fixed,
         )

@@ -28,8 +28,7 @@ from tlt_jax.config import Config
 from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.drafter.idle_training import IdleTraining
-from tlt_jax.drafter.recipe import Recipe
-from tlt_jax.drafter.recipes import idle_recipe
+from tlt_jax.drafter.recipe import Recipe, idle_recipe
 from tlt_jax.errors import ConfigError, ModelError
 from tlt_jax.models import from_config, hf_drafter
 from tlt_jax.rollout.engine import Engine

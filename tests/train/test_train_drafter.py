@@ -22,7 +22,7 @@ from tlt_jax.data import dataset as datasets, packing, tasks
 from tlt_jax.data.packing import Example
 from tlt_jax.data.prompt_format import Encoder
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.drafter import corpus, recipe as drafter_recipe, recipes, update as drafter_update
+from tlt_jax.drafter import corpus, recipe as drafter_recipe, update as drafter_update
 from tlt_jax.errors import ConfigError, DataError, ModelError
 from tlt_jax.keys import DRAFTER_STREAM, EVAL_STREAM, GENERATE_STREAM, TRAIN_STREAM
 from tlt_jax.models import (
@@ -109,7 +109,7 @@ def state_of(config: Config, step: int = STEPS) -> drafter_recipe.DrafterState:
     model = from_config.model_config(config, datasets.tokenizer(config))
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
     sizes = from_config.new_drafter_config(config, model)
-    recipe = recipes.recipe_of(config, model, sizes, mesh)
+    recipe = drafter_recipe.recipe_of(config, model, sizes, mesh)
     with Store(inside(config).run, create=False) as store:
         return store.restore(step, {"drafter": drafter_recipe.abstract_state(recipe)}).items[
             "drafter"

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float32
 from tlt_jax import optimizer
 from tlt_jax.data.packing import PackedRows
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.drafter import losses
 from tlt_jax.drafter.recipe import DrafterState, Recipe, abstract_state, scaled
 from tlt_jax.models import drafter as drafters, transformer
 from tlt_jax.models.architecture import Params
@@ -45,9 +46,7 @@ def update(
     shared = drafters.shared(policy)
 
     def trained_loss(trained: DrafterParams) -> tuple[Array, dict[str, Array]]:
-        return recipe.objective.evaluate(
-            trained.replace(ids=ids), shared, batch, recipe, state.step
-        )
+        return losses.loss(trained.replace(ids=ids), shared, batch, recipe, state.step)
 
     (total, metrics), grads = jax.value_and_grad(trained_loss, has_aux=True)(trained)
     placed = drafters.shardings(recipe.drafter, recipe.mesh, "train").replace(ids=None)

@@ -19,7 +19,7 @@ from tlt_jax.data.packing import Example, PackedRows
 from tlt_jax.data.prompt_format import Given, Prompt
 from tlt_jax.distributed import job as jobs, mesh as meshes
 from tlt_jax.distributed.job import Job
-from tlt_jax.drafter import recipes, step_training
+from tlt_jax.drafter import recipe as drafter_recipe, step_training
 from tlt_jax.drafter.update import on_mesh
 from tlt_jax.errors import ConfigError, Interrupted, RewardError
 from tlt_jax.keys import GENERATE_STREAM
@@ -158,7 +158,7 @@ class RolloutModel:
 
         self.fixed_drafter, self.recipe, self.drafter = start, None, None
         if config.speculation.drafter == ADAPTIVE:
-            self.recipe = recipes.idle_recipe(config, model, drafter, self.mesh)
+            self.recipe = drafter_recipe.idle_recipe(config, model, drafter, self.mesh)
             if start is not None or engine.tuner.has_fixed_policy:
                 self.drafter = adaptive.create(config, self.recipe, start)
             engine.use_learned(self.drafter is not None)

@@ -271,7 +271,7 @@ def read_captures(raw: Mapping[str, Any], policy: ModelConfig) -> tuple[int, ...
     outputs, counts = nested.pop(LAYER_IDS, None), raw.get(LAYER_IDS)
     if nested.pop("use_aux_hidden_state", True) is not True:
         raise ModelError(
-            "drafters.use_aux_hidden_state false: an EAGLE-3 drafter reads several hidden states"
+            "eagle_config.use_aux_hidden_state false: an EAGLE-3 drafter reads several hidden states"
         )
     if nested:
         raise ModelError(

@@ -15,7 +15,6 @@ from tlt_jax.config.schema import ADAPTIVE
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.drafter import (
     recipe as drafter_recipe,
-    recipes,
     update as drafter_update,
 )
 from tlt_jax.drafter.idle_training import MOST_TOKENS
@@ -95,7 +94,7 @@ def lower(
     yield PlannedProgram("policy update", apply, recipe.mesh, holds)
 
     if engine.drafter:
-        drafting = recipes.recipe_of(config, recipe.model, engine.drafter, recipe.mesh)
+        drafting = drafter_recipe.recipe_of(config, recipe.model, engine.drafter, recipe.mesh)
         state = drafter_recipe.abstract_state(drafting)
         reshard = partial(engine.reshard_drafter.lower, state.params)
         yield PlannedProgram(
@@ -120,7 +119,7 @@ def lower_idle_training(
 
     Other groups decode during a micro-step; the group that trains has freed its decoding state.
     """
-    training = recipes.idle_recipe(config, recipe.model, engine.drafter, recipe.mesh)
+    training = drafter_recipe.idle_recipe(config, recipe.model, engine.drafter, recipe.mesh)
     programs = drafter_update.merge_programs(training)
     copies = drafter_update.abstract_copies(training)
     held = pick(kinds, *RESIDENT, "drafter in training")
@@ -143,7 +142,7 @@ def lower_rollout(
     sizes = config.data.max_prompt_tokens, config.rollout.prompts, cache_slots(config)
     window = 0
     if config.speculation.drafter == ADAPTIVE:
-        training = recipes.idle_recipe(config, recipe.model, engine.drafter, recipe.mesh)
+        training = drafter_recipe.idle_recipe(config, recipe.model, engine.drafter, recipe.mesh)
         window = adaptive.replay_config(config, training).width
     for name, program in largest_programs(engine, params, *sizes, window).items():
         now = holds

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tlt_jax.config import Config
-from tlt_jax.drafter.recipes import idle_recipe
+from tlt_jax.drafter.recipe import idle_recipe
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout.recorder import Look
 from tlt_jax.rollout.request import RolloutRequest

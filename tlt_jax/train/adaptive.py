@@ -20,8 +20,7 @@ from tlt_jax.data.packing import PackedRows
 from tlt_jax.drafter import recipe as drafter_recipe, step_training
 from tlt_jax.drafter.idle_training import IdleTraining
 from tlt_jax.drafter.investment import CHANCE, HOPED, Investment
-from tlt_jax.drafter.recipe import DrafterState, Recipe
-from tlt_jax.drafter.recipes import idle_recipe
+from tlt_jax.drafter.recipe import DrafterState, Recipe, idle_recipe
 from tlt_jax.drafter.replay import Replay, ReplayConfig
 from tlt_jax.drafter.step_training import StepTraining
 from tlt_jax.drafter.update import Copies, MicroStep

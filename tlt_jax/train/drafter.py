@@ -26,8 +26,7 @@ from tlt_jax.drafter import (
     recipe as drafter_recipe,
     update as drafter_update,
 )
-from tlt_jax.drafter.recipe import DrafterState, Recipe
-from tlt_jax.drafter.recipes import recipe_of
+from tlt_jax.drafter.recipe import DrafterState, Recipe, recipe_of
 from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import Writer, check_trackers
 from tlt_jax.models import drafter as drafters, from_config, hf_drafter

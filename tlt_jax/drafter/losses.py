@@ -1,0 +1,484 @@
+"""The losses of drafters: what a kind predicts on packed rows, and one scorer that compares it with the policy.
+
+All arrays of scores are indexed by the position s whose next token is predicted, and compared with the policy's
+distribution there. Draft step j of EAGLE at slot t predicts token t + 2 + j (models/eagle.py): s = t + 1 + j. Position j of a
+block at token t predicts token t + 1 + j (models/block_drafter.py): s = t + j; it counts while the tokens t + 1, ..., t + 1 + j
+are all to be learned. Blocks are at anchors that are drawn among the answers' tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int, Int32
+
+from tlt_jax import keys
+from tlt_jax.data.packing import PackedRows
+from tlt_jax.distributed.mesh import sharding
+from tlt_jax.drafter.recipe import EagleObjective, Recipe
+from tlt_jax.kernels.numerics import contract, masked
+from tlt_jax.models import block_drafter, drafter as drafters, eagle, token_logprobs as scoring
+from tlt_jax.models.drafter import DrafterParams, Shared
+from tlt_jax.shapes import shaped
+
+# Weight of the token loss; that of eagle's feature loss is 1 (arXiv 2401.15077, section 3.2).
+TOKEN_WEIGHT = {"eagle": 0.1, "eagle3": 1.0}
+TOP = 10  # tokens of the loss on the most likely ones (arXiv 2408.15766, section 4)
+ETA = 3.0  # "acceptance" loss (arXiv 2602.23881): decay of the cross-entropy term with acceptance
+# Trained weights that read hidden states. A block drafter's final norm belongs to its layers.
+HEADS = {
+    False: ("final_norm", "head"),
+    True: ("markov_out", "confidence", "confidence_bias"),
+}
+
+Metrics = dict[str, Array]
+
+
+@shaped
+def loss(
+    params: DrafterParams,
+    shared: Shared,
+    batch: PackedRows,
+    recipe: Recipe,
+    step: Int[Array, ""] | int,
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""] | Int[Array, ""]]]:
+    """The loss of a batch with features and states in optimizer step `step`, and its metrics.
+
+    Metrics: `tokens`, `agreement@1`, `acceptance@1`, ... by depth, given the depths before, and the terms of the loss.
+    """
+    total, metrics = LOSSES[recipe.drafter.kind](params, shared, batch, recipe, step)
+    return total, {"tokens": jnp.sum(batch.is_answer), **metrics}
+
+
+# EAGLE: unrolled draft steps at every position
+
+
+def eagle_loss(
+    params: DrafterParams,
+    shared: Shared,
+    batch: PackedRows,
+    recipe: Recipe,
+    step: Int[Array, ""] | int,
+) -> tuple[Array, Metrics]:
+    """`loss` of EAGLE drafters.
+
+    Each term is a mean over the positions in `is_answer` that draft step j can predict: j + 1 slots of their segment lie
+    before them.
+    """
+    objective, kind = recipe.objective, recipe.drafter.kind
+    features = batch.features + noise(step, batch.features, recipe)
+    hidden = eagle.unroll(
+        params, recipe.drafter, shared, batch.tokens, features, batch.positions, batch.segments,
+        objective.unroll, recipe.attention_block, recipe.mesh, objective.detach,
+    )  # fmt: skip
+    aligned = [jnp.roll(step, j + 1, axis=1) for j, step in enumerate(hidden)]
+    scores = step_scores(params, shared, batch.states, aligned, recipe)
+
+    total, metrics = jnp.zeros((), scores[0].acceptance.dtype), {}
+    for j, (predicted, score) in enumerate(zip(aligned, scores, strict=True)):
+        _, reaches = eagle.shift(batch.segments, batch.segments, j + 1)
+        known = batch.is_answer & jnp.roll(reaches, j + 1, axis=1)  # s - 1 - j is in s's segment
+        terms = {"token_loss": mean(score.terms["token_loss"], known & score.learns)}
+        step_loss = TOKEN_WEIGHT[kind] * terms["token_loss"]
+        if objective.top_loss:
+            terms["top_loss"] = mean(score.terms["top_loss"], known)
+            step_loss += objective.top_loss * terms["top_loss"]
+        if kind == "eagle":
+            terms["feature_loss"] = mean(smooth_l1(predicted, batch.states), known)
+            step_loss += terms["feature_loss"]
+        metrics |= (terms if j == 0 else {}) | at_depth(j, score, known)
+        total += objective.decay**j * step_loss
+    return total, metrics
+
+
+def noise(
+    step: Int[Array, ""] | int, features: Float[Array, "R T F"], recipe: Recipe
+) -> Float[Array, "R T F"] | float:
+    """The noise added to the features at this step: uniform, or 0.0 when off."""
+    size = recipe.objective.noise
+    if not size:
+        return 0.0
+    noise_key = keys.feature_noise_key(recipe.seed, step)
+    return jax.random.uniform(noise_key, features.shape, features.dtype, -size, size)
+
+
+@shaped
+def smooth_l1(predicted: Float[Array, "*A D"], target: Float[Array, "*A D"]) -> Float[Array, "*A"]:
+    """Huber loss with delta 1, mean over the width, in at least float32."""
+    wide = jnp.promote_types(predicted.dtype, jnp.float32)
+    return jnp.mean(optax.losses.huber_loss(predicted.astype(wide), target.astype(wide)), axis=-1)
+
+
+def step_scores(
+    params: DrafterParams,
+    shared: Shared,
+    states: Float[Array, "R T D"],
+    hidden: list[Float[Array, "R T Z"]],
+    recipe: Recipe,
+) -> list[Scores]:
+    """Scores [R, T] of every draft step, from the policy's states and the drafter's hidden states.
+
+    Computed in chunks of tokens, so that only one chunk's logits exist at a time; the policy's logits serve all steps.
+    """
+    head = PolicyHead.of(shared, params, recipe, states.dtype)
+    draft = draft_logits(params, head, recipe)
+    terms = partial(eagle_terms, objective=recipe.objective)
+
+    def one(states: Array, *hidden: Array) -> list[Scores]:
+        logits = head.logits(states)
+        normalizer, top = sums(logits)
+        target = logits if head.ids is None else head.drafted(states)
+        target, labels = target - normalizer[..., None], label_of(top, head.ids)
+        return [
+            score(target, draft(state, None)[0], top, labels, head.ids, terms) for state in hidden
+        ]
+
+    chunk = max(1, recipe.logits_chunk // (1 + len(hidden)))
+    return scoring.in_chunks(one, (states, *hidden), recipe.mesh, chunk)
+
+
+def eagle_terms(one: Compared, labels: Array, objective: EagleObjective) -> Metrics:
+    """`token_loss`: the cross-entropy to the policy over the draft vocabulary.
+
+    `top_loss`: its terms of the policy's most likely tokens; absent when that loss is off.
+    """
+    token_loss = -jnp.sum(jax.nn.softmax(one.target, axis=-1) * one.logprobs, axis=-1)
+    if objective.loss == "acceptance":
+        share = jax.lax.stop_gradient(jnp.exp(-ETA * one.acceptance))
+        token_loss = share * token_loss + (1 - share) * (1 - one.acceptance)
+    if not objective.top_loss:
+        return {"token_loss": token_loss}
+    least = jax.lax.top_k(one.target, min(TOP, one.target.shape[-1]))[0][..., -1:]
+    top_loss = -jnp.sum(jnp.where(one.target >= least, one.p * one.logprobs, 0), axis=-1)
+    return {"token_loss": token_loss, "top_loss": top_loss}
+
+
+# Block drafters: every position of the blocks at drawn anchors
+
+
+def block_loss(
+    params: DrafterParams,
+    shared: Shared,
+    batch: PackedRows,
+    recipe: Recipe,
+    step: Int[Array, ""] | int,
+) -> tuple[Array, Metrics]:
+    """`loss` of block drafters.
+
+    Each term is a mean over the positions that count, with the weights exp(-j / gamma); the token loss only over those
+    whose next token is in the row and in the draft vocabulary (arXiv 2607.05147). The Markov head reads the row's tokens.
+    """
+    config, objective = recipe.drafter, recipe.objective
+    anchors = draw(candidates(batch), step, recipe)
+    hidden = block_drafter.forward_blocks(
+        params, config, shared, batch.tokens, batch.features, batch.positions, batch.segments, anchors,
+        recipe.attention_block, recipe.mesh,
+    )  # fmt: skip
+    places = positions_of(anchors, batch, config.depth)
+    scores = block_scores(params, shared, batch, places, hidden, recipe)
+
+    counts, weights = places.counts, jnp.exp(-jnp.arange(config.depth) / objective.gamma)
+    learns = {"token_loss": counts & scores.learns}
+    metrics = {
+        name: mean(term, learns.get(name, counts), weights) for name, term in scores.terms.items()
+    }
+    total = objective.token * metrics["token_loss"] + objective.variation * metrics["variation"]
+    if config.confidence:
+        total += objective.confidence * metrics["confidence_loss"]
+    for j in range(config.depth):
+        metrics |= at_depth(j, jax.tree.map(lambda array: array[..., j], scores), counts[..., j])  # noqa: B023
+    return total, metrics
+
+
+@shaped
+def candidates(batch: PackedRows) -> Bool[Array, "R T"]:
+    """Whether a token can be an anchor: its next token is to be learned, and its segment has a token before it."""
+    is_first = batch.segments != jnp.roll(batch.segments, 1, axis=1)
+    return batch.is_answer & ~is_first.at[:, 0].set(True)
+
+
+@shaped
+def draw(
+    mask: Bool[Array, "R T"], step: Int[Array, ""] | int, recipe: Recipe
+) -> Int32[Array, "R A"]:
+    """The anchors of every row: A = T / spacing different tokens where the mask is True; -1 where it has fewer.
+
+    Each of them with the same probability. A function of the seed, the step and the mask alone.
+    """
+    order = jax.random.uniform(keys.anchors_key(recipe.seed, step), mask.shape, jnp.float32)
+    count = -(-mask.shape[1] // recipe.objective.spacing)
+    chosen, anchors = jax.lax.top_k(jnp.where(mask, order, -1), count)
+    return jnp.where(chosen < 0, -1, anchors).astype(jnp.int32)
+
+
+@struct.dataclass
+class BlockPositions:
+    """The token at each position of the blocks, whose next token is predicted.
+
+    `at`: its place in the row, clipped to the row; `counts`: whether the position counts; `has_next`: whether the row has
+    its next token.
+    """
+
+    at: Int[Array, "R A P"]
+    counts: Bool[Array, "R A P"]
+    has_next: Bool[Array, "R A P"]
+
+
+@shaped
+def positions_of(anchors: Int[Array, "R A"], batch: PackedRows, depth: int) -> BlockPositions:
+    """The places of the blocks of `depth` positions at the anchors."""
+    T = batch.tokens.shape[1]
+    wanted = anchors[..., None] + jnp.arange(depth)
+    at = jnp.clip(wanted, 0, T - 1)
+    own = look_up(batch.segments, at[..., :1])
+    known = look_up(batch.is_answer, at) & (look_up(batch.segments, at) == own)
+    known &= (anchors[..., None] >= 0) & (wanted < T)
+    counts = jnp.cumsum(~known, axis=-1) == 0
+    after = look_up(batch.segments, jnp.minimum(at + 1, T - 1))
+    return BlockPositions(at, counts, (wanted + 1 < T) & (after == own))
+
+
+@shaped
+def look_up(rows: Array, at: Int[Array, "R A J"]) -> Array:
+    """rows[r, at[r]] of every row."""
+    return jax.vmap(lambda row, places: row[places])(rows, at)
+
+
+def block_scores(
+    params: DrafterParams,
+    shared: Shared,
+    batch: PackedRows,
+    places: BlockPositions,
+    hidden: Float[Array, "R A P Z"],
+    recipe: Recipe,
+) -> Scores:
+    """Scores [R, A, P] of every position, from the drafter's hidden states.
+
+    Computed in chunks of positions, so that only one chunk's logits exist at a time. The policy's logits of all tokens are
+    computed once for each token of the rows; several positions may predict it.
+    """
+    head = PolicyHead.of(shared, params, recipe, hidden.dtype)
+    draft, last = draft_logits(params, head, recipe), batch.tokens.shape[1] - 1
+
+    def one(
+        states: Array, normalizer: Array, top: Array, labels: Array, hidden: Array, previous: Array
+    ) -> Scores:
+        target = head.drafted(states) - normalizer[..., None]
+        logits, confidence = draft(hidden, previous)
+        terms = partial(block_terms, confidence=confidence, is_part=head.ids is not None)
+        return score(target, logits, top, labels, head.ids, terms)
+
+    def of_token(states: Array) -> tuple[Array, Array]:
+        return sums(head.logits(states))
+
+    normalizer, top = scoring.in_chunks(of_token, (batch.states,), recipe.mesh, recipe.logits_chunk)
+    policy = (look_up(array, places.at) for array in (batch.states, normalizer, top))
+    after = label_of(look_up(batch.tokens, jnp.minimum(places.at + 1, last)), head.ids)
+    labels = jnp.where(places.has_next, after, -1)
+    previous = look_up(batch.tokens, places.at)
+    previous = block_drafter.markov_embedding(params, previous, hidden.dtype)
+
+    def flat(array: Array) -> Array:
+        R, A, P = array.shape[:3]
+        return array.reshape(R, A * P, *array.shape[3:])
+
+    rows = tuple(flat(array) for array in (*policy, labels, hidden, previous))
+    found = scoring.in_chunks(one, rows, recipe.mesh, max(1, recipe.logits_chunk // 2))
+    return jax.tree.map(lambda array: array.reshape(places.at.shape), found)
+
+
+def block_terms(one: Compared, labels: Array, confidence: Array | None, is_part: bool) -> Metrics:
+    """`token_loss`: the cross-entropy of the labels. `variation`: the L1 distance of drafter and policy over all tokens.
+
+    `confidence_loss`: of the log-odds `confidence` (None: no such head), to the acceptance, which gets no gradient from it.
+    """
+    ids = jax.lax.broadcasted_iota(labels.dtype, one.logprobs.shape, one.logprobs.ndim - 1)
+    token_loss = -jnp.sum(jnp.where(ids == labels[..., None], one.logprobs, 0), axis=-1)
+    # The policy's probability of tokens outside the draft vocabulary, which the drafter gives 0, is part of the distance.
+    variation = jnp.sum(jnp.abs(one.q - one.p), axis=-1)
+    if is_part:
+        variation += jnp.maximum(1 - jnp.sum(one.p, axis=-1), 0)
+    terms = {"token_loss": token_loss, "variation": variation}
+    if confidence is None:
+        return terms
+    wanted = jax.lax.stop_gradient(one.acceptance)
+    return terms | {"confidence_loss": optax.sigmoid_binary_cross_entropy(confidence, wanted)}
+
+
+LOSSES = {"eagle": eagle_loss, "eagle3": eagle_loss, "dflash": block_loss, "dspark": block_loss}
+
+
+# The scorer
+
+
+class Compared(NamedTuple):
+    """The policy and a draft at each position, over the draft vocabulary: `target` and `logprobs`, their exponentials p and q.
+
+    `acceptance`: sum of min(p, q), the acceptance probability of speculative sampling (arXiv 2211.17192).
+    """
+
+    target: Float[Array, "*A U"]
+    logprobs: Float[Array, "*A U"]
+    p: Float[Array, "*A U"]
+    q: Float[Array, "*A U"]
+    acceptance: Float[Array, "*A"]
+
+
+@struct.dataclass
+class Scores:
+    """How well a draft predicts the token after each position.
+
+    `agrees`: drafter and policy have the same most likely token. `acceptance`: as of Compared. `learns`: whether the draft
+    vocabulary has the token to be learned. `terms`: losses by name.
+    """
+
+    agrees: Bool[Array, "*A"]
+    acceptance: Float[Array, "*A"]
+    learns: Bool[Array, "*A"]
+    terms: dict[str, Float[Array, "*A"]]
+
+
+@shaped
+def score(
+    target: Float[Array, "*A U"],
+    logits: Float[Array, "*A U"],
+    top: Int[Array, "*A"],
+    labels: Int[Array, "*A"],
+    ids: Int32[Array, " U"] | None,
+    terms: Callable[[Compared, Array], dict[str, Array]],
+) -> Scores:
+    """Scores of draft logits against the policy's log-probs `target` of the same tokens.
+
+    `top`: the policy's most likely token of all. `labels`: the index among the U of the token to be learned, -1: none.
+    `ids`: the tokens of the draft vocabulary; None: all.
+    """
+    drafted = jax.nn.log_softmax(logits, axis=-1)
+    p, q = jnp.exp(target), jnp.exp(drafted)
+    acceptance = jnp.sum(jnp.minimum(p, q), axis=-1)
+    guess = jnp.argmax(logits, axis=-1)
+    agrees = (guess if ids is None else ids[guess]) == top
+    found = terms(Compared(target, drafted, p, q, acceptance), labels)
+    return Scores(agrees, acceptance, labels >= 0, found)
+
+
+@shaped
+def label_of(tokens: Int[Array, "*A"], ids: Int32[Array, " U"] | None) -> Int[Array, "*A"]:
+    """The index of each token in the draft vocabulary; -1: it is not there."""
+    if ids is None:
+        return tokens
+    place = jnp.minimum(jnp.searchsorted(ids, tokens), ids.shape[0] - 1)
+    return jnp.where(ids[place] == tokens, place, -1)
+
+
+def at_depth(j: int, score: Scores, mask: Bool[Array, "*A"]) -> Metrics:
+    """The metrics of depth j + 1."""
+    return {
+        f"agreement@{j + 1}": mean(score.agrees, mask),
+        f"acceptance@{j + 1}": mean(score.acceptance, mask),
+    }
+
+
+@shaped
+def mean(
+    values: Array, mask: Bool[Array, "*A"], weights: Float[Array, " P"] | None = None
+) -> Float[Array, ""]:
+    """Mean of the values where the mask is True, with these weights (None: all 1); 0 when it is True nowhere."""
+    if weights is None:
+        return jnp.sum(jnp.where(mask, values, 0)) / jnp.maximum(jnp.sum(mask), 1)
+    weights = jnp.where(mask, weights.astype(values.dtype), 0)
+    total = jnp.sum(weights)
+    return jnp.sum(weights * jnp.where(mask, values, 0)) / jnp.where(total > 0, total, 1)
+
+
+class PolicyHead(NamedTuple):
+    """The policy's LM head `whole`, and its rows `part` of the draft vocabulary `ids` (None: all); every data group has both.
+
+    `axis`: the logical axis of the draft vocabulary.
+    """
+
+    whole: Float[Array, "V D"]
+    part: Float[Array, "U D"]
+    ids: Int32[Array, " U"] | None
+    vocab_size: int
+    axis: str | None
+    mesh: Mesh
+
+    @classmethod
+    def of(cls, shared: Shared, params: DrafterParams, recipe: Recipe, dtype: object) -> PolicyHead:
+        """The head in this dtype."""
+        mesh, ids = recipe.mesh, params.ids
+        axis = drafters.vocab_axis(recipe.drafter, mesh)
+
+        def gathered(weight: Array, axis: str | None) -> Array:
+            return jax.lax.with_sharding_constraint(
+                weight, sharding(mesh, (axis, "embed"), "rollout")
+            )
+
+        whole = gathered(shared.head.astype(dtype), "vocab")
+        part = whole if ids is None else gathered(whole[ids], axis)
+        return cls(whole, part, ids, recipe.model.vocab_size, axis, mesh)
+
+    def logits(self, states: Float[Array, "G *A D"]) -> Float[Array, "G *A V"]:
+        """The policy's logits of all tokens, from its states of G data groups; those of padding are the lowest number."""
+        logits = contract("...d,vd->...v", states, self.whole)
+        return self.split(masked(logits, jnp.arange(logits.shape[-1]) < self.vocab_size), "vocab")
+
+    def drafted(self, states: Float[Array, "G *A D"]) -> Float[Array, "G *A U"]:
+        """The policy's logits of the draft vocabulary."""
+        if self.ids is None:
+            return self.logits(states)
+        return self.split(contract("...d,vd->...v", states, self.part), self.axis)
+
+    def split(self, logits: Array, axis: str | None) -> Array:
+        """Logits [G, R, T, V], each group's vocabulary sharded over the mesh axis "model"."""
+        axes = "batch", None, None, axis
+        return jax.lax.with_sharding_constraint(logits, sharding(self.mesh, axes, "train"))
+
+
+def sums(logits: Float[Array, "*A V"]) -> tuple[Float[Array, "*A"], Int[Array, "*A"]]:
+    """The logsumexp of the policy's logits, and its most likely token."""
+    return jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1)
+
+
+def draft_logits(
+    params: DrafterParams, head: PolicyHead, recipe: Recipe
+) -> Callable[[Array, Array | None], tuple[Array, Array | None]]:
+    """A function of hidden states and Markov embeddings [G, ..., Z] and [G, ..., r] of G data groups (None: no such head).
+
+    It returns draft logits with the Markov bias, and the confidence's log-odds (None without that head). The trained heads
+    are gathered once per data group.
+    """
+    config, mesh = recipe.drafter, recipe.mesh
+    network = block_drafter if config.is_block else eagle
+    axes = drafters.weights(config, mesh.shape["model"])
+    cast = drafters.cast(params, head.whole.dtype)
+    copies = {
+        name: scoring.group_copies(getattr(cast, name), getattr(axes, name).axes, mesh)
+        for name in HEADS[config.is_block]
+        if getattr(cast, name) is not None
+    }
+    cast = cast.replace(head=head.part) if config.copies_head else cast
+    shared = Shared(embed=head.whole, head=head.whole)  # the embedding is not read
+
+    def drafted(copies: dict[str, Array], hidden: Array, embedding: Array | None) -> tuple:
+        mine = cast.replace(**copies)
+        logits = network.logits(mine, config, shared, hidden)
+        if mine.markov_out is not None:
+            logits += block_drafter.markov_bias(mine, embedding)
+        confidence = None
+        if config.confidence:
+            confidence = block_drafter.confidence(mine, hidden, embedding)
+        return logits, confidence
+
+    def of_groups(hidden: Array, embedding: Array | None) -> tuple[Array, Array | None]:
+        logits, confidence = jax.vmap(drafted)(copies, hidden, embedding)
+        return head.split(logits, head.axis), confidence
+
+    return of_groups
