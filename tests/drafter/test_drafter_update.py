@@ -14,7 +14,7 @@ from tlt_jax.config import Config
 from tlt_jax.config.schema import DrafterTraining, Optim
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example, PackedRows
-from tlt_jax.distributed.mesh import make_mesh, sharding
+from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.drafter import (
     losses,
     recipe as drafter_recipe,
@@ -374,12 +374,7 @@ def test_update_never_holds_the_logits_of_all_tokens():
         attention_block=64,
     )
 
-    def rows(dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            (4, 2048), dtype, sharding=sharding(recipe.mesh, ("batch", None), "train")
-        )
-
-    batch = PackedRows(rows(jnp.int32), rows(jnp.int32), rows(jnp.int32), rows(bool))
+    batch = drafter_update.abstract_rows(recipe.mesh, 4, 2048)
     policy = architecture.abstract(model, recipe.mesh, "train", "float32")
     state = drafter_recipe.abstract_state(recipe)
     memory = drafter_update.program(recipe).lower(state, policy, batch).compile().memory_analysis()
