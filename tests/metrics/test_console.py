@@ -83,20 +83,19 @@ def test_a_long_compilation_is_printed_before_the_step_ends(monkeypatch):
     assert lines_of(progress) == ["compiled 2 programs in 30 s"] * 2
 
 
-def test_progress_of_a_drafter_shows_its_loss_and_agreement():
-    progress = opened(100)
-    values = {"drafter/loss": 1.2345, "drafter/agreement@1": 0.5, "drafter/agreement@2": 0.25}
-    progress.step(25, values | {"timing_s/step": 1.0})
-    assert lines_of(progress) == [
-        "step 25/100  loss 1.234  agreement 0.500  1.0 s/step  1:15 to go"
-    ]
-
-
-@pytest.mark.parametrize("drafted, shown", [({}, "accept 1.0"), (ADAPTIVE, "accept 2.3")])
-def test_progress_of_an_adaptive_run_shows_accept_length_and_idle_use_in_every_step(drafted, shown):
-    progress = opened(2)
-    progress.step(1, {"idle/ratio": 0.25, "idle/used_ratio": 0.5, "timing_s/step": 1.0, **drafted})
-    assert lines_of(progress) == [f"step 1/2  1.0 s/step  0:01 to go  {shown}  idle 25% (50% used)"]
+@pytest.mark.parametrize(("values", "shown"), [
+    ({"drafter/loss": 1.2345, "drafter/agreement@1": 0.5, "drafter/agreement@2": 0.25}, "loss 1.234  agreement 0.500  TIME"),
+    ({"idle/ratio": 0.25, "idle/used_ratio": 0.5}, "TIME  accept 1.0  idle 25% (50% used)"),
+    (VALUES | ADAPTIVE, "reward 0.250  length 32  1,234 tokens/s  TIME  accept 2.3  idle 25% (50% used)"),
+    ({"actor/sequence_ratio_max": 1.0004, "actor/pg_clipfrac": 0.123, "rollout_corr/rollout_rs_seq_masked_fraction": 0.25},
+     "TIME  ratio 1.000  clipped 12.3%  masked 25.0%"),
+    ({"actor/pg_clipfrac": 0.0}, "TIME"),
+])  # fmt: skip
+def test_a_file_has_all_that_a_step_measured_in_its_line(values, shown):
+    progress = opened(100, width=80)
+    line = progress.step(25, values | {"timing_s/step": 1.0})
+    shown = shown.replace("TIME", "1.0 s/step  1:15 to go")
+    assert lines_of(progress) == [line] == [f"step 25/100  {shown}"]
 
 
 ORDER = ["step", "reward", "length", "tokens/s", "s/step", "to go", "accept", "idle"]
@@ -124,27 +123,6 @@ def test_a_terminal_of_eighty_columns_shows_all_up_to_the_remaining_time(values,
     whole = VALUES | ADAPTIVE | values
     shown = [len(shown_at(width, whole, step, total)) for width in range(20, 140)]
     assert shown == sorted(shown) and shown[80 - 20] >= 6 and shown[-1] == len(ORDER)
-
-
-def test_a_file_has_all_columns_of_a_usual_step():
-    progress = opened(60, width=80)
-    line = progress.step(6, VALUES | ADAPTIVE | {"timing_s/step": 1.0})
-    assert lines_of(progress) == [line] and line.endswith("accept 2.3  idle 25% (50% used)")
-
-
-def test_a_line_ends_with_what_the_loss_clipped_and_masked():
-    shares = {
-        "actor/sequence_ratio_max": 1.0004,
-        "actor/pg_clipfrac": 0.123,
-        "rollout_corr/rollout_rs_seq_masked_fraction": 0.25,
-    }
-    for values, end in (
-        (shares, "ratio 1.000  clipped 12.3%  masked 25.0%"),
-        ({"actor/pg_clipfrac": 0.0}, "to go"),
-    ):
-        progress = opened(60, width=200)
-        progress.step(6, {"timing_s/step": 1.0, **values})
-        assert lines_of(progress)[0].endswith(end)
 
 
 def test_numbers_of_a_column_end_below_one_another():

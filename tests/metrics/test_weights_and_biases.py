@@ -22,9 +22,11 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tlt_jax.config import Config
+from tlt_jax.config import Config, load as configuration
 from tlt_jax.config.schema import TENSORBOARD, WANDB, Log, Mesh
+from tlt_jax.errors import ConfigError
 from tlt_jax.metrics import ChunkRecord, Record, Writer, weights_and_biases, writer
+from tlt_jax.train import loop
 
 needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="needs the extra wandb")
 NOWHERE = "http://127.0.0.1:9"  # nothing listens there
@@ -39,22 +41,20 @@ def offline(tmp_path, monkeypatch) -> Iterator[Path]:
     monkeypatch.chdir(home)
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
-    for name in (
-        "WANDB_CACHE_DIR",
-        "WANDB_SILENT",
-    ):  # what the tracker sets is undone after the test
+    for name in ("WANDB_CACHE_DIR", "WANDB_SILENT"):  # undone after the test
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    for name, value in {"HOME": str(home), "WANDB_MODE": "offline", **QUIET}.items():
+    for name, value in {
+        "HOME": str(home),
+        "WANDB_MODE": "offline",
+        "WANDB_ERROR_REPORTING": "false",
+    }.items():
         monkeypatch.setenv(name, value)
     yield home
     import wandb
 
     with contextlib.suppress(ConnectionError):  # for a test that kills its process
         wandb.teardown()
-
-
-QUIET = {"WANDB_ERROR_REPORTING": "false"}
 
 
 @pytest.fixture
@@ -143,8 +143,18 @@ def scalars(values: dict[str, dict[int, list]]) -> dict[str, dict[int, list]]:
     }
 
 
+def runs(config: Config) -> list:
+    """What W&B knows of the run of each attempt."""
+    return [
+        next(record.run for record in attempt if record.WhichOneof("record_type") == "run")
+        for attempt in attempts(config)
+    ]
+
+
 @needs_wandb
-def test_wandb_has_what_tensorboard_has_by_name_and_step(config, offline):
+def test_wandb_has_what_tensorboard_has_by_name_and_step_also_when_a_run_resumes(
+    config, offline, monkeypatch
+):
     write(config, range(1, 6))
     found = tracked(config)
     assert scalars(found) == scalars_of_tensorboard(config) and len(scalars(found)) == 3
@@ -152,41 +162,25 @@ def test_wandb_has_what_tensorboard_has_by_name_and_step(config, offline):
         assert list(found[name]) == [1, 2, 4] and found[name][2][0]["_type"] == "histogram"
     (lengths,) = found["response_length/histogram"][4]
     assert sum(lengths["values"]) == 3 and (lengths["bins"][0], lengths["bins"][-1]) == (10, 12)
-    assert list(found["rollout/samples"]) == [1, 2, 4]
+    assert list(found["rollout/samples"]) == [1, 2, 4] and list(found["config"]) == [0]
     files = next((Path(config.run) / "wandb").glob("offline-run-*/files"))
     page = (files / found["rollout/samples"][4][0]["path"]).read_text()
     assert "    &lt;b&gt;4" in page and page.count("**reward") == 2
-    assert list(found["config"]) == [0]
-    assert list(offline.iterdir()) == [], "nothing is written at home or in the working folder"
-
-
-@needs_wandb
-def test_the_run_there_has_the_name_the_project_and_the_configuration(config, offline, monkeypatch):
-    write(config, range(1, 3))
-    (attempt,) = attempts(config)
-    (run,) = [record.run for record in attempt if record.WhichOneof("record_type") == "run"]
-    resolved = {one.key: json.loads(one.value_json) for one in run.config.update}
+    (first,) = runs(config)
+    resolved = {one.key: json.loads(one.value_json) for one in first.config.update}
     assert {name: resolved[name] for name in asdict(config)} == asdict(config)
-    assert (run.display_name, run.project, run.entity) == ("runs/mine", "tlt_jax", "")
+    assert (first.display_name, first.project, first.entity) == ("runs/mine", "tlt_jax", "")
+
+    time.sleep(1)  # W&B names the folders of attempts by the second
+    write(config, range(4, 8), resumed_from=3)
     for name, value in {"NAME": "first", "PROJECT": "math"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     write(config, range(1, 3))
-    run = next(r.run for r in attempts(config)[-1] if r.WhichOneof("record_type") == "run")
-    assert (run.display_name, run.project) == ("first", "math")
-
-
-@needs_wandb
-def test_a_resumed_run_continues_the_wandb_run_and_a_new_one_starts_another(config, offline):
-    write(config, range(1, 8))
-    time.sleep(1)  # W&B names the folders of attempts by the second
-    write(config, range(6, 9), resumed_from=5)
-    write(config, range(1, 3))
-    first, second, third = (
-        next(record.run for record in attempt if record.WhichOneof("record_type") == "run")
-        for attempt in attempts(config)
-    )
+    _, second, third = runs(config)
     assert first.run_id == second.run_id != third.run_id and second.resume
-    assert list(tracked(config)["reward/mean"]) == list(range(1, 9))
+    assert (third.display_name, third.project) == ("first", "math")
+    assert list(tracked(config)["reward/mean"]) == list(range(1, 8))
+    assert list(offline.iterdir()) == [], "nothing is written at home or in the working folder"
 
 
 @needs_wandb
@@ -217,40 +211,29 @@ def test_without_a_server_all_is_stored_for_later(config, offline, monkeypatch):
     assert (Path(config.run) / "log.txt").read_text().count("`wandb sync` takes") == 1
 
 
-def refused(tmp_path: Path, code: str, **environment: str) -> str:
-    """The error output of a training command that must refuse to start."""
-    knobs = ["--config", "quickstart", "--run", str(tmp_path / "run"), "--log.trackers", "[wandb]"]
-    code += f"; import runpy, sys; sys.argv = ['train', *{knobs!r}]"
-    code += "; runpy.run_module('tlt_jax.train', run_name='__main__')"
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    variables = {
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "HOME": str(tmp_path),
-        **QUIET,
-        **environment,
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=clean | variables,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2 and done.stdout == "" and not (tmp_path / "run").exists()
-    return done.stderr
+def refused(tmp_path: Path) -> str:
+    """The error of a training that must refuse to start."""
+    words = ["--config", "quickstart", "--run", str(tmp_path / "run"), "--log.trackers", "[wandb]"]
+    with pytest.raises(ConfigError) as error:
+        loop.train(configuration.parse(words))
+    assert not (tmp_path / "run").exists()
+    return str(error.value)
 
 
-def test_wandb_that_is_not_installed_is_one_line_at_once(tmp_path):
-    assert refused(tmp_path, "import sys; sys.modules['wandb'] = None") == (
-        "error: log.trackers names wandb, which is not installed: pip install -e '.[wandb]'\n"
+def test_wandb_that_is_not_installed_is_one_line_at_once(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert refused(tmp_path) == (
+        "log.trackers names wandb, which is not installed: pip install -e '.[wandb]'"
     )
 
 
 @needs_wandb
-def test_wandb_without_a_key_is_one_line_at_once(tmp_path):
-    assert refused(tmp_path, "pass", WANDB_BASE_URL=NOWHERE) == (
-        "error: log.trackers names wandb, and no API key is set: run `wandb login`, set WANDB_API_KEY, or set "
-        "WANDB_MODE=offline\n"
+def test_wandb_without_a_key_is_one_line_at_once(tmp_path, offline, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("WANDB_BASE_URL", NOWHERE)
+    assert refused(tmp_path) == (
+        "log.trackers names wandb, and no API key is set: run `wandb login`, set WANDB_API_KEY, or set "
+        "WANDB_MODE=offline"
     )
 
 
