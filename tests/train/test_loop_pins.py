@@ -1,4 +1,4 @@
-"""A run of the RL loop with knobs off their defaults equals NumPy's; planted mistakes are caught."""
+"""A run of the RL loop with knobs off their defaults equals NumPy's; planted mistakes are caught (`-m matrix`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from loop_rollouts import (
 )
 from loop_updates import check_batches, check_clipping, check_files, check_losses, check_remat
 from observed import Run
-from pairwise import marked
 
 from tlt_jax import optimizer
 from tlt_jax.config import Config
@@ -140,23 +139,15 @@ def named(mutant) -> str:
     return mutant[2].__name__
 
 
+@pytest.mark.matrix
 def test_a_replayed_run_passes_every_check(replay, x64):
     again = replay()
     for check in CHECKS:
         check(again)
 
 
-MUTANTS = [*OF_ROLLOUTS, *OF_BATCHES, *OF_UPDATES]
-# The gate plants the first mistake of each check, and of each function that one is planted in.
-GATE = [
-    mutant for place, mutant in enumerate(MUTANTS)
-    if mutant[3] not in {one[3] for one in MUTANTS[:place]} or mutant[:2] not in {one[:2] for one in MUTANTS[:place]}
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "mutant", marked([([one], one in GATE) for one in MUTANTS]), ids=map(named, MUTANTS)
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("mutant", [*OF_ROLLOUTS, *OF_BATCHES, *OF_UPDATES], ids=named)
 def test_a_mistake_is_caught(replay, monkeypatch, x64, mutant):
     *planted, check = mutant
     plant(monkeypatch, *planted)
@@ -165,6 +156,7 @@ def test_a_mistake_is_caught(replay, monkeypatch, x64, mutant):
         check(spoiled)
 
 
+@pytest.mark.matrix
 def test_clipping_before_accumulation_is_caught(replay, monkeypatch, x64):
     for planted in EAGER:
         plant(monkeypatch, *planted)
