@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import pickle
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -21,7 +20,7 @@ import tlt_jax
 from tlt_jax import cli, run_folder
 from tlt_jax.config import Config, changes, extension, load as configuration
 from tlt_jax.data import tasks
-from tlt_jax.errors import ConfigError, UserError
+from tlt_jax.errors import ConfigError
 from tlt_jax.rewards import Scorer
 from tlt_jax.train import loop
 from tlt_jax.tuner.baselines import fixed
@@ -128,33 +127,6 @@ def test_rows_of_a_function_are_trained_on(tmp_path):
     }
 
 
-SCRIPT = """
-import tlt_jax
-
-def reward(prompt, completion, row):
-    return float(len(completion))
-
-if __name__ == "__main__":
-    from tlt_jax.rewards import Scorer
-    with Scorer(tlt_jax.load_config("quickstart", {"reward.terms": {reward: 2.0}})) as scorer:
-        scorer.submit(0, "p", "four", {})
-        print(scorer.collect()[0].value)
-"""
-
-
-def test_a_function_of_a_script_scores_in_its_process(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    variables = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=variables, capture_output=True, text=True
-    )
-    assert done.stdout == "8.0\n", done.stderr
-    assert (
-        done.stderr.count("\n") == 1
-        and "<local>:reward: a function that only this process has, so" in done.stderr
-    )
-
-
 def test_a_task_of_this_process_scores_in_it():
     class Mine(tasks.Fold):
         def verify(self, completion, answer):
@@ -228,31 +200,6 @@ def test_a_wrong_source_is_one_line():
         ConfigError, match="the configuration is a NoneType: give the path of a YAML"
     ):
         tlt_jax.load_config(None)
-
-
-def needs_one(one):
-    return one
-
-
-@pytest.mark.parametrize(("given", "message"), [
-    ({"data.train": needs_one, "reward.terms": {"exact": 1.0}},
-     "data.train 'test_callables:needs_one' is called with 0 arguments, and takes others: missing a required"),
-    ({"data.train": int, "reward.terms": {"exact": 1.0}}, "data.train 'builtins:int' gave a int: return or yield"),
-    ({"speculation.tuner": lambda: None}, "has no name"),
-    ({"speculation.tuner": needs_one}, "speculation.tuner"),
-    ({"algorithm.loss": needs_one}, "algorithm.loss 'test_callables:needs_one' is called as loss(rows: tlt_jax."),
-    ({"data.task": needs_one}, "data.task_args {} do not fit 'test_callables:needs_one': missing"),
-])  # fmt: skip
-def test_a_function_that_takes_or_returns_something_else_is_one_line(tmp_path, given, message):
-    tasks.make("fold", {}).tokenizer().save_pretrained(tmp_path / "tokenizer")
-    knobs = TINY | {
-        "model.tokenizer": tmp_path / "tokenizer",
-        "run": tmp_path / "run",
-        "data.task_args": {},
-    }
-    with pytest.raises(UserError) as error:
-        loop.train(tlt_jax.load_config("quickstart", knobs | given))
-    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_values_of_python_are_those_of_the_command_line():

@@ -88,12 +88,7 @@ def test_every_block_of_the_page_is_a_file_or_a_command():
 
 
 def test_the_reward_of_the_page_scores_the_answers_of_the_command():
-    variables = {"PYTHONPATH": str(ROOT)}  # the module is found in the folder of the command
-    started = [sys.executable, "-m", "tlt_jax.train", *command("reward")]
-    done = subprocess.run(started, env=os.environ | variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    config = configuration.parse(command("reward"))
-    found = answers(config)
+    config, found = trained("reward")
     lengths = [len(answer["completion"]) for answer in found]
     expected = [max(0.0, (12 - n) / 12) for n in lengths]
     assert [answer["reward"] for answer in found] == pytest.approx(expected)
@@ -213,6 +208,9 @@ def no_tuner(strategies):
 def no_rows():
     return []
 
+def no_list():
+    return 3
+
 def texts():
     return ["2 3:", {"prompt": "4 5:", "answer": 9}]
 
@@ -225,6 +223,8 @@ MISTAKES = [
     ("--data.task", "wrong:one_argument", "do not fit 'wrong:one_argument': missing a required argument: 'only'"),
     ("--data.train", "absent:rows", "data.train 'absent:rows': module 'absent' cannot be imported (ModuleNotFoundError: "),
     ("--data.train", "broken:rows", "module 'broken' cannot be imported (ZeroDivisionError: division by zero): correct it"),
+    ("--data.train", "wrong:one_argument", "is called with 0 arguments, and takes others: missing a required"),
+    ("--data.train", "wrong:no_list", "data.train 'wrong:no_list' gave a int: return or yield"),
     ("--data.train", "wrong:no_rows", "wrong:no_rows: the function yields no rows: yield one mapping per row"),
     ("--data.train", "wrong:texts", "wrong:texts:1: not a dict (str): yield {column: value, ...}"),
     ("--algorithm.loss", "wrong:missing", "algorithm.loss 'wrong:missing': module 'wrong' has no function"),
