@@ -14,11 +14,11 @@ from idle_process import LEAST, groups_train
 from jobs import run_until
 from training_runs import (
     assert_equal,
+    assert_same_bits,
     completions,
     die,
     events,
     raise_at,
-    state_of,
     stopped_after,
 )
 
@@ -94,13 +94,8 @@ def drafter_of(config: Config, step: int):
         return run_state.restore(store, run_state.abstract(step, drafter=recipe_of(config))).drafter
 
 
-def same_policy(ours: Config, theirs: Config, step: int = STEPS) -> None:
-    assert completions(ours) == completions(theirs)
-    assert_equal(state_of(ours, step), state_of(theirs, step))
-
-
 def test_training_the_drafter_changes_no_bit_of_the_policy(plain, adaptive):
-    same_policy(adaptive, plain)
+    assert_same_bits(adaptive, plain)
     measured = events(adaptive)
     trained = dict(measured["drafter/steps"])
     assert trained[1] == 0, "the seconds of a rollout are not known yet"
@@ -162,7 +157,7 @@ def test_a_resumed_run_has_the_same_policy_and_continues_with_the_drafter(
         lambda self, *given: (seen.append(int(given[-1].step)), begin(self, *given)),
     )  # fmt: skip
     assert loop.train(config) == cli.DONE
-    same_policy(config, plain)
+    assert_same_bits(config, plain)
     assert seen[0] == int(drafter_of(adaptive, step).step)
 
 
@@ -188,7 +183,7 @@ def test_a_run_that_is_killed_has_the_policy_and_a_drafter(configure, plain, tmp
     code = run_until(config, "checkpoints/1", signal.SIGKILL, 3 * draw.random())
     assert code in (-signal.SIGKILL, cli.DONE)
     assert loop.train(config) == cli.DONE
-    same_policy(config, plain)
+    assert_same_bits(config, plain)
     assert int(drafter_of(config, STEPS).step) > 0
 
 
@@ -205,7 +200,7 @@ def test_the_policy_is_the_same_when_pieces_end_at_random_times(
     )
     config = configure(tmp_path / "run", ADAPTIVE)
     assert loop.train(config) == cli.DONE
-    same_policy(config, plain)
+    assert_same_bits(config, plain)
 
 
 def test_idle_work_that_raises_leaves_the_drafter_and_twice_in_a_row_is_the_end_of_it(
@@ -221,7 +216,7 @@ def test_idle_work_that_raises_leaves_the_drafter_and_twice_in_a_row_is_the_end_
     monkeypatch.setattr(IdleTraining, "dispatch", failing)
     config = configure(tmp_path / "run", ADAPTIVE)
     assert loop.train(config) == cli.DONE
-    same_policy(config, plain)
+    assert_same_bits(config, plain)
     lines = [line for line in capsys.readouterr().out.splitlines() if "idle training" in line]
     assert sum("no such luck" in text for text in lines) == 2, "one line a step"
     assert "is stopped" in lines[-1] and len(lines) == 3
@@ -247,7 +242,7 @@ def test_a_drafter_that_diverges_is_dropped_and_the_last_good_one_stays(
     monkeypatch.setattr(IdleTraining, "done", broken)
     config = configure(tmp_path / "run", ADAPTIVE)
     assert loop.train(config) == cli.DONE
-    same_policy(config, plain)
+    assert_same_bits(config, plain)
     assert events(config)["drafter/failures"]
     assert int(drafter_of(config, STEPS).step) == 0
 
@@ -259,7 +254,7 @@ def test_what_the_run_cannot_pay_back_is_neither_compiled_nor_captured(
     used = uses_of_learned(monkeypatch)
     config = configure(tmp_path / "run", ADAPTIVE | {"checkpoint.export": True})
     assert loop.train(config) == cli.DONE
-    same_policy(config, plain)
+    assert_same_bits(config, plain)
     assert max(value for _, value in events(config)["drafter/steps"]) == 0
     assert used == [False]
     with Store(config.run, create=False) as store:
@@ -267,7 +262,7 @@ def test_what_the_run_cannot_pay_back_is_neither_compiled_nor_captured(
     assert run_folder.export(config).is_dir() and not run_folder.drafter_export(config).exists()
     config = stopped_after(2, config, tmp_path / "again")
     assert loop.train(config) == cli.DONE
-    same_policy(config, plain)
+    assert_same_bits(config, plain)
 
 
 def test_a_drafter_of_a_directory_drafts_from_the_first_step(
@@ -288,7 +283,7 @@ def test_a_drafter_of_a_directory_drafts_from_the_first_step(
         lambda state, estimated={}: (priors.append(estimated), update_prior(state, estimated))[1],
     )  # fmt: skip
     assert loop.train(config) == cli.DONE
-    same_policy(config, plain)
+    assert_same_bits(config, plain)
     assert set(used) == {True} and {arm.drafter for arm in offered} == {
         "ngram",
         "learned",
@@ -325,7 +320,7 @@ def test_a_new_drafter_of_a_fixed_policy_has_the_draft_vocabulary_of_the_first_a
     }  # fmt: skip
     config = configure(tmp_path / "run", ADAPTIVE | knobs)
     assert loop.train(config) == cli.DONE
-    same_policy(config, plain)
+    assert_same_bits(config, plain)
     assert [len(answers) for answers in given] == [0, 6]
     ids = np.asarray(drafter_of(config, STEPS).params.ids)
     counts = np.bincount(np.concatenate([one.tokens for one in given[1]]), minlength=99)

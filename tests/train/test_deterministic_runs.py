@@ -8,14 +8,15 @@ import time
 from pathlib import Path
 
 import pytest
-from training_runs import assert_equal, completions, state_of, stopped_after
+from pairwise import marked
+from training_runs import resumed
 
 from tlt_jax import cli
+from tlt_jax.config import Config
 from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.scheduler import group
 from tlt_jax.train import loop
 
-STEPS = 3
 BFLOAT16 = {
     "model.compute_dtype": "bfloat16",
     "model.init": {
@@ -28,27 +29,19 @@ BFLOAT16 = {
     "rollout.slots": 6,
     "rollout.max_new_tokens": 32,
     "rollout.chunk": 4,
-    "train.steps": STEPS,
+    "train.steps": 3,
     "train.row_tokens": 128,
-    "speculation.drafter": "ngram",
-    "speculation.strategies": ["2_2_4", "3_1_4"],
     "eval.every": 2,
     "sft.steps": 0,
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def make(configure, shared):
-    """make(run folder): the configuration of a run on a few problems, repeated many times."""
-    data = {"data.train": shared / "rows.jsonl", "model.tokenizer": shared / "tokenizer"}
-    return lambda run: configure(run, BFLOAT16 | data)
-
-
-@pytest.fixture(scope="module")
-def undelayed(make, tmp_path_factory):
-    config = make(tmp_path_factory.mktemp("deterministic") / "run")
-    assert loop.train(config) == cli.DONE
-    return config
+DRAFTERS = {
+    "ngram": {"speculation.strategies": ["2_2_4", "3_1_4"]},
+    "adaptive": {
+        "speculation.strategies": ["2_2_4"], "idle_training.learning_rate": 0.01, "drafter_training.share": 1.0,
+    },
+}  # fmt: skip
 
 
 def delay(monkeypatch, seed: int) -> None:
@@ -74,53 +67,39 @@ def chunks(config) -> list[tuple]:
     return sorted(tuple(str(line[field]) for field in fields) for line in lines)
 
 
-@pytest.mark.matrix  # in the gate the resumed run is delayed too
-@pytest.mark.parametrize("seed", [1, 2])
-def test_delays_change_nothing(undelayed, make, tmp_path, monkeypatch, seed):
-    delay(monkeypatch, seed)
-    config = make(tmp_path / "run")
-    assert loop.train(config) == cli.DONE
-    assert completions(config) == completions(undelayed)
-    assert chunks(config) == chunks(undelayed)
-    assert_equal(state_of(config, STEPS), state_of(undelayed, STEPS))
-
-
-@pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.matrix)])
-def test_a_resumed_run_ends_with_the_same_bits(undelayed, tmp_path, monkeypatch, step):
-    delay(monkeypatch, step)
-    config = stopped_after(step, undelayed, tmp_path / "run")
-    assert loop.train(config) == cli.DONE
-    assert completions(config) == completions(undelayed)
-    assert chunks(config) == chunks(undelayed)
-    assert_equal(state_of(config, STEPS), state_of(undelayed, STEPS))
-
-
 @pytest.fixture(scope="module")
-def learning(make, configure, shared, tmp_path_factory):
-    """The run whose drafter trains in policy updates, and drafts as soon as its acceptance is measured."""
-    run = tmp_path_factory.mktemp("deterministic") / "learning"
-    data = {"data.train": shared / "rows.jsonl", "model.tokenizer": shared / "tokenizer"}
-    knobs = {
-        "speculation.drafter": "adaptive",
-        "speculation.strategies": ["2_2_4"],
-        "idle_training.learning_rate": 0.01,
-    }
-    config = configure(run, BFLOAT16 | data | knobs | {"drafter_training.share": 1.0})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(learned_drafter, "DETERMINISTIC_GAIN", -10.0)
-        assert loop.train(config) == cli.DONE
-    return config
+def undelayed(configure, shared):
+    """undelayed(drafter) -> the configuration of a finished run on a few problems, repeated many times, which is run once."""
+    done: dict[str, Config] = {}
+
+    def make(drafter: str) -> Config:
+        if drafter not in done:
+            data = {"data.train": shared / "rows.jsonl", "model.tokenizer": shared / "tokenizer"}
+            config = configure(
+                shared / drafter,
+                BFLOAT16 | DRAFTERS[drafter] | data | {"speculation.drafter": drafter},
+            )
+            assert loop.train(config) == cli.DONE
+            done[drafter] = config
+        return done[drafter]
+
+    return make
 
 
-@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.matrix), 2])
-def test_a_drafter_that_learns_without_a_clock_repeats_and_resumes(
-    learning, tmp_path, monkeypatch, step
+@pytest.mark.parametrize(
+    ("drafter", "step"),
+    marked([
+        *((("adaptive", step), step == 1) for step in (0, 1, 2)),
+        *((("ngram", step), False) for step in (0, 1, 2)),
+    ]),
+)  # fmt: skip
+def test_a_run_repeats_and_resumes_bit_for_bit_whatever_delays_it(
+    undelayed, tmp_path, monkeypatch, drafter, step
 ):
-    assert any("learned" in chunk[1] or "merged" in chunk[1] for chunk in chunks(learning))
-    delay(monkeypatch, 3)
-    monkeypatch.setattr(learned_drafter, "DETERMINISTIC_GAIN", -10.0)
-    config = stopped_after(step, learning, tmp_path / "run")
-    assert loop.train(config) == cli.DONE
-    assert completions(config) == completions(learning)
-    assert chunks(config) == chunks(learning)
-    assert_equal(state_of(config, STEPS), state_of(learning, STEPS))
+    """`adaptive` drafts with n-grams, too, and learns without a clock."""
+    monkeypatch.setattr(learned_drafter, "DETERMINISTIC_GAIN", -10.0)  # drafts once it is measured
+    whole = undelayed(drafter)
+    used = {chunk[1].partition(":")[0] for chunk in chunks(whole)}
+    assert drafter == "ngram" or used & {"learned", "merged"}
+    delay(monkeypatch, step + 1)
+    assert chunks(resumed(whole, tmp_path / "run", step)) == chunks(whole)

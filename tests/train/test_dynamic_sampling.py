@@ -11,11 +11,11 @@ import pytest
 from idle_process import groups_train
 from jobs import Job
 from training_runs import (
-    assert_equal,
+    assert_same_bits,
     completions,
     preempt,
     raise_at,
-    state_of,
+    resumed,
     stopped_after,
 )
 
@@ -136,30 +136,16 @@ def test_a_step_starts_with_the_prompts_that_the_last_one_did_not_need(run):
 
 
 @pytest.mark.parametrize(
-    "name, knobs, seconds",
+    "knobs, seconds",
     [
-        ("drafts", {"speculation.drafter": "ngram", "speculation.strategies": ["2_1_3"]}, "0"),
-        ("rows", {"rollout.slots": 2}, "0.02"),
-        ("idle", ADAPTIVE_KNOBS, "0.01"),
+        ({}, "0"),
+        ({"speculation.drafter": "ngram", "speculation.strategies": ["2_1_3"], "rollout.slots": 2}, "0.02"),
+        (ADAPTIVE_KNOBS, "0.01"),
     ],
-)
-def test_drafts_rows_slow_rewards_and_idle_training_change_no_bit(
-    run, monkeypatch, name, knobs, seconds
+)  # fmt: skip
+def test_resumes_drafts_rows_slow_rewards_and_idle_training_change_no_bit(
+    run, tmp_path, monkeypatch, knobs, seconds
 ):
-    monkeypatch.setenv("TOY_REWARD_SECONDS", seconds)
-    groups_train(monkeypatch, least=1)
-    ours, plain = run(name, knobs), run("keep")
-    assert completions(ours) == completions(plain)
-    assert_equal(state_of(ours, STEPS).params, state_of(plain, STEPS).params)
-
-
-@pytest.mark.parametrize("groups", [1, pytest.param(4, marks=pytest.mark.matrix)])
-def test_another_number_of_groups_takes_the_same_answers(run, groups):
-    ours, plain = run(f"groups{groups}", {"mesh.data": groups}), run("keep")
-    assert completions(ours) == completions(plain)
-
-
-def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path, monkeypatch):
     whole, collect, awaited = run("keep"), Scorer.collect, []
 
     def collected(scorer, interrupted):
@@ -167,13 +153,18 @@ def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path, monkeypatch):
         return awaited[-1]
 
     monkeypatch.setattr(Scorer, "collect", collected)
-    config = stopped_after(1, whole, tmp_path / "run")
-    assert loop.train(config) == cli.DONE
-    assert [len(scores) for scores in awaited] == 2 * [KEEP * SAMPLES], (
-        "no score is awaited in vain"
-    )
-    assert completions(config) == completions(whole)
-    assert_equal(state_of(config, STEPS), state_of(whole, STEPS))
+    monkeypatch.setenv("TOY_REWARD_SECONDS", seconds)
+    groups_train(monkeypatch, least=1)
+    resumed(whole, tmp_path / "run", 1, knobs)
+    if not knobs:
+        needed = 2 * [KEEP * SAMPLES]
+        assert [len(scores) for scores in awaited] == needed, "no score is awaited in vain"
+
+
+@pytest.mark.parametrize("groups", [1, pytest.param(4, marks=pytest.mark.matrix)])
+def test_another_number_of_groups_takes_the_same_answers(run, groups):
+    ours, plain = run(f"groups{groups}", {"mesh.data": groups}), run("keep")
+    assert completions(ours) == completions(plain)
 
 
 def test_a_run_that_is_stopped_while_prompts_are_chosen_resumes_with_the_same_bits(
@@ -186,8 +177,7 @@ def test_a_run_that_is_stopped_while_prompts_are_chosen_resumes_with_the_same_bi
         raise_at(patch, DynamicSampling, "scores", 100, preempt)
         assert loop.train(config) == cli.PREEMPTED
     assert loop.train(config) == cli.DONE
-    assert completions(config) == completions(whole)
-    assert_equal(state_of(config, STEPS), state_of(whole, STEPS))
+    assert_same_bits(config, whole)
 
 
 def test_a_run_without_it_goes_on_with_it_from_where_it_was(run, still, configure, tmp_path):
@@ -223,10 +213,7 @@ def test_a_deterministic_run_repeats_and_resumes_bit_for_bit(configure, tmp_path
     first = configure(tmp_path / "first", knobs)
     assert loop.train(first) == cli.DONE
     monkeypatch.setenv("TOY_REWARD_SECONDS", "0.01")
-    second = stopped_after(1, first, tmp_path / "second")
-    assert loop.train(second) == cli.DONE
-    assert completions(second) == completions(first)
-    assert_equal(state_of(second, STEPS), state_of(first, STEPS))
+    resumed(first, tmp_path / "second", 1)
 
 
 @pytest.mark.parametrize(

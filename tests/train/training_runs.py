@@ -8,17 +8,19 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tlt_jax import cli
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config
 from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import from_config
-from tlt_jax.train import policy_update
+from tlt_jax.train import loop, policy_update
 from tlt_jax.train.policy_update import PolicyState, Recipe
 
 STEPS = 4
@@ -103,6 +105,24 @@ def stopped_after(step: int, config: Config, run: Path) -> Config:
             shutil.rmtree(saved)
     shutil.rmtree(run / "hf", ignore_errors=True)
     return replace(config, run=str(run))
+
+
+def resumed(whole: Config, run: Path, step: int, knobs: dict[str, Any] | None = None) -> Config:
+    """The run, killed after a step and resumed with other values of knobs that may change: it ends with the bits of `whole`."""
+    config = stopped_after(step, whole, run)
+    for name, value in (knobs or {}).items():
+        section, knob = name.split(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{knob: value})})
+    assert loop.train(config) == cli.DONE
+    assert_same_bits(config, whole)
+    return config
+
+
+def assert_same_bits(ours: Config, theirs: Config) -> None:
+    """The answers of all steps, and the policy and optimizer after the last one, are equal."""
+    assert completions(ours) == completions(theirs)
+    step = theirs.train.steps
+    assert_equal(state_of(ours, step), state_of(theirs, step))
 
 
 def state_of(config: Config, step: int = STEPS) -> PolicyState:
