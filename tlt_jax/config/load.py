@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
@@ -46,7 +46,8 @@ def load(
             raise SystemExit(0)
         return parse(arguments)
     except ConfigError as error:
-        fail(error)
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def usage(command: str, about: str, own: Mapping[str, str]) -> str:
@@ -105,12 +106,6 @@ def help_about(topic: str) -> str:
         raise ConfigError(f"--help {topic}: use --help all, or one of {', '.join(sections)}")
     chosen = [name for name in names if name.startswith(topic + ".")]
     return parsing.help_text(Config, chosen)
-
-
-def fail(error: Exception) -> NoReturn:
-    """Prints the error as one line and exits with 2."""
-    print(f"error: {error}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def parse(arguments: Sequence[str]) -> Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import operator
 import os
 import re
 import textwrap
@@ -24,6 +25,12 @@ WIDTH = 110  # of the help
 WORD_OR_NUMBER = float | str  # type of a knob that is a number or a word
 
 
+LIMITS = (  # of a number: how it is beyond, and what to do
+    ("at_least", operator.lt, "small: use at least"),
+    ("above", operator.le, "small: use more than"),
+    ("at_most", operator.gt, "large: use at most"),
+    ("below", operator.ge, "large: use less than"),
+)
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 reads 1e-6 as text
 
 
@@ -56,11 +63,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(
             f"--config {path}: byte {error.start} is not UTF-8: save the file as UTF-8"
         ) from error
-    try:
-        refuse_duplicates(yaml.compose(text), f"--config {path}")
-        tree = yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path}: not valid YAML: {yaml_problem(error)}") from error
+    tree = parsed(text, f"--config {path}", f"--config {path}: ")
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -85,20 +88,21 @@ def refuse_duplicates(node, place: str, prefix: str = "") -> None:
         refuse_duplicates(value, place, name + ".")
 
 
-def yaml_problem(error: Exception) -> str:
-    """Line and problem of a YAML error in one line."""
-    mark = getattr(error, "problem_mark", None)
-    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-    return where + " ".join((getattr(error, "problem", None) or str(error)).split())
+def parsed(text: str, place: str, invalid: str) -> Any:
+    """The value of a YAML text. Raises ConfigError with `place` for a duplicate key, with `invalid` for what is no YAML."""
+    try:
+        refuse_duplicates(yaml.compose(text), place)
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        problem = " ".join((getattr(error, "problem", None) or str(error)).split())
+        raise ConfigError(f"{invalid}not valid YAML: {where}{problem}") from error
 
 
 def parse_text(name: str, text: str) -> Any:
     """The YAML value of a command-line word. Raises ConfigError when it is malformed or has a duplicate key."""
-    try:
-        refuse_duplicates(yaml.compose(text), f"--{name}")
-        return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--{name} {text!r} is not valid YAML: {yaml_problem(error)}") from error
+    return parsed(text, f"--{name}", f"--{name} {text!r} is ")
 
 
 def plain(raw: Any) -> Any:
@@ -258,9 +262,8 @@ def graft(value: dict[str, Any], item: Knob, rest: str, raw: Any) -> dict[str, A
 def checked(name: str, item: Knob, raw: Any) -> Any:
     """The value in the knob's type. Raises ConfigError for another type or a value out of range."""
     value, limits = convert(name, item.kind, raw), item.limits
-    for one in (
-        value if isinstance(value, list) else value.values() if isinstance(value, dict) else [value]
-    ):
+    values = list(value.values()) if isinstance(value, dict) else value
+    for one in values if isinstance(values, list) else [values]:
         is_allowed = limits["or_own"] and is_own(str(one))
         is_number = item.kind == WORD_OR_NUMBER and isinstance(one, float)
         if limits["one_of"] and one not in limits["one_of"] and not (is_allowed or is_number):
@@ -270,14 +273,9 @@ def checked(name: str, item: Knob, raw: Any) -> Any:
             raise ConfigError(f"{name} {one!r} is not known: use {known}")
         if isinstance(one, bool) or not isinstance(one, int | float):
             continue
-        if one < limits["at_least"]:
-            raise ConfigError(f"{name} {one} is too small: use at least {limits['at_least']}")
-        if one <= limits["above"]:
-            raise ConfigError(f"{name} {one} is too small: use more than {limits['above']}")
-        if one > limits["at_most"]:
-            raise ConfigError(f"{name} {one} is too large: use at most {limits['at_most']}")
-        if one >= limits["below"]:
-            raise ConfigError(f"{name} {one} is too large: use less than {limits['below']}")
+        for name_of_limit, is_beyond, said in LIMITS:
+            if is_beyond(one, limits[name_of_limit]):
+                raise ConfigError(f"{name} {one} is too {said} {limits[name_of_limit]}")
     return value
 
 

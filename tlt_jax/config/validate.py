@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, Protocol
 
 from tlt_jax.config import extension
 from tlt_jax.config.parse import nearest
@@ -49,120 +51,130 @@ def profile_steps(config: Config) -> range:
     return range(int(match[1]), int(match[2]) + 1)
 
 
+def refusing(check: Callable[..., Iterator[str]]) -> Callable[..., None]:
+    """The check as a function that raises ConfigError with the first problem that it finds."""
+
+    @wraps(check)
+    def raising(*arguments: Any) -> None:
+        for problem in check(*arguments):
+            raise ConfigError(problem)
+
+    return raising
+
+
 def validate(config: Config) -> None:
     """Raises ConfigError for knobs that conflict, without knowing devices and model."""
-    validate_model_and_data(config)
-    validate_learning(config)
-    validate_dynamic_sampling(config)
+    validate_data_and_steps(config)
+    validate_algorithm(config.algorithm, config.rollout.samples, config.model.compute_dtype)
     validate_shapes(config)
     profile_steps(config)
 
 
-def validate_without_training(config: Config) -> None:
+@refusing
+def validate_without_training(config: Config) -> Iterator[str]:
     """Raises ConfigError for knobs that only a training run can have."""
     if config.speculation.drafter == ADAPTIVE:
-        raise ConfigError(
+        yield (
             "speculation.drafter adaptive is trained during an RL run, and this command does not train: use the drafter's "
             "directory, or ngram"
         )
 
 
-def validate_rl(config: Config) -> None:
+@refusing
+def validate_rl(config: Config) -> Iterator[str]:
     """Raises ConfigError for knobs that an RL run cannot have."""
     if config.rollout.temperature == 0:
-        raise ConfigError(
+        yield (
             "rollout.temperature 0: all answers to a prompt are the same, so that advantages are 0: use 1.0, or another "
             "value above 0"
         )
     share, drafter = config.drafter_training.share, config.speculation.drafter
     if share not in (AUTO, 0) and drafter != ADAPTIVE:
-        raise ConfigError(
+        yield (
             f"drafter_training.share {share} with speculation.drafter {drafter!r}: this run trains no drafter: use "
             f"{ADAPTIVE}, or a share of 0"
         )
     validate_rewards(config)
 
 
-def validate_rewards(config: Config) -> None:
+@refusing
+def validate_rewards(config: Config) -> Iterator[str]:
     """Raises ConfigError when the answers cannot be scored."""
     if not config.reward.terms:
-        raise ConfigError(
-            "reward.terms is empty: name at least one reward, for example {task: 1.0}"
-        )
+        yield "reward.terms is empty: name at least one reward, for example {task: 1.0}"
     for name in config.reward.terms:
         if name not in REWARDS and not extension.is_own(name):
-            raise ConfigError(
+            yield (
                 f"reward.terms names {name!r}, which is not a reward: use {', '.join(REWARDS)} or module:function "
                 f"({nearest(name, REWARDS)})"
             )
     buffer, longest = config.reward.overlong_buffer, config.rollout.max_new_tokens
     if buffer > longest:
-        raise ConfigError(
+        yield (
             f"reward.overlong_buffer {buffer} is longer than the longest answer, rollout.max_new_tokens {longest}: use at most "
             f"{longest}, or 0 for no penalty"
         )
     if "task" in config.reward.terms and config.data.train:
-        raise ConfigError(
+        yield (
             f"reward 'task' scores the generated task, and data.train is {config.data.train!r}: set reward.terms, "
             "for example {gsm8k: 1.0}"
         )
 
 
-def validate_model_and_data(config: Config) -> None:
-    """Raises ConfigError when model, tokenizer or data are missing or conflict."""
+@refusing
+def validate_data_and_steps(config: Config) -> Iterator[str]:
+    """Raises ConfigError when model, tokenizer or data are missing, or conflict with each other or with steps and prompts."""
     model, data = config.model, config.data
-    if not (model.path or model.init):
-        raise ConfigError(
-            "model.path and model.init are both empty: set one (a directory, or the sizes of a new model)"
-        )
-    if data.train and not (model.tokenizer or model.path):
-        raise ConfigError(
-            f"data.train {data.train!r} needs a tokenizer: set model.tokenizer or model.path"
-        )
-    if data.eval and not data.train:
-        raise ConfigError(
-            f"data.eval {data.eval!r} without data.train: set both, or none to use the generated task"
-        )
-    if model.lora.rank and not model.lora.targets:
-        raise ConfigError(
-            f"model.lora.targets is empty with model.lora.rank {model.lora.rank}: name at least one, or use all-linear"
-        )
-    if "" in config.rollout.stop:
-        raise ConfigError(
-            "rollout.stop holds an empty text, which would end every answer: remove it"
-        )
-
-
-def validate_learning(config: Config) -> None:
-    """Raises ConfigError when steps, samples, minibatches or the best metric conflict."""
     train, rollout, algorithm = config.train, config.rollout, config.algorithm
+    if not (model.path or model.init):
+        yield "model.path and model.init are both empty: set one (a directory, or the sizes of a new model)"
+    if data.train and not (model.tokenizer or model.path):
+        yield f"data.train {data.train!r} needs a tokenizer: set model.tokenizer or model.path"
+    if data.eval and not data.train:
+        yield f"data.eval {data.eval!r} without data.train: set both, or none to use the generated task"
+    if model.lora.rank and not model.lora.targets:
+        yield f"model.lora.targets is empty with model.lora.rank {model.lora.rank}: name at least one, or use all-linear"
+    if "" in rollout.stop:
+        yield "rollout.stop holds an empty text, which would end every answer: remove it"
     if bool(train.steps) == bool(train.epochs):
         state = (
             "are both 0: set one"
             if not train.steps
             else "are both set: set train.steps 0 to train by epochs"
         )
-        raise ConfigError(f"train.steps {train.steps} and train.epochs {train.epochs} {state}")
-    validate_algorithm(algorithm, rollout.samples, config.model.compute_dtype)
+        yield f"train.steps {train.steps} and train.epochs {train.epochs} {state}"
     if rollout.prompts % algorithm.minibatches:
         fits = [n for n in range(1, rollout.prompts + 1) if rollout.prompts % n == 0]
-        raise ConfigError(
+        yield (
             f"rollout.prompts {rollout.prompts} does not divide into algorithm.minibatches "
             f"{algorithm.minibatches}: use one of {fits}"
         )
     if config.eval.every and not config.data.eval and not config.data.eval_size:
-        raise ConfigError(
+        yield (
             f"eval.every {config.eval.every} needs prompts, and data.eval_size is 0 and data.eval empty: set one of them, or "
             "eval.every 0"
         )
     best = config.checkpoint.best_metric
     if best and not config.eval.every:
-        raise ConfigError(
-            f"checkpoint.best_metric {best!r} needs evaluations, and eval.every is 0: set eval.every"
-        )
+        yield f"checkpoint.best_metric {best!r} needs evaluations, and eval.every is 0: set eval.every"
     if best and best not in eval_metrics(config):
-        raise ConfigError(
-            f"checkpoint.best_metric {best!r} is not measured: use one of {', '.join(eval_metrics(config))}"
+        yield f"checkpoint.best_metric {best!r} is not measured: use one of {', '.join(eval_metrics(config))}"
+    # A prompt whose answers score alike has a gradient then: they are compared with those of the whole step.
+    if rollout.max_prompts and algorithm.advantage == REINFORCE_PP:
+        yield (
+            f"rollout.max_prompts {rollout.max_prompts} with algorithm.advantage {REINFORCE_PP}, which compares answers of "
+            "the whole step: it would replace prompts that give a gradient: use grpo, rloo or dr_grpo, or "
+            "rollout.max_prompts 0"
+        )
+    if 0 < rollout.max_prompts <= rollout.prompts:
+        yield (
+            f"rollout.max_prompts {rollout.max_prompts} is not above rollout.prompts {rollout.prompts}: no prompt could be "
+            f"replaced: use {2 * rollout.prompts} or more, or 0"
+        )
+    if rollout.max_prompts and train.epochs:
+        yield (
+            f"train.epochs {train.epochs} with rollout.max_prompts {rollout.max_prompts}: how many prompts a step takes is not "
+            "known before, so neither is the number of steps: set train.steps"
         )
 
 
@@ -173,60 +185,42 @@ def importance(algorithm: Algorithm, compute_dtype: str) -> str:
     return TOKEN if compute_dtype == "bfloat16" else NONE
 
 
-def validate_algorithm(algorithm: Algorithm, samples: int, compute_dtype: str) -> None:
+@refusing
+def validate_algorithm(algorithm: Algorithm, samples: int, compute_dtype: str) -> Iterator[str]:
     """Raises ConfigError for knobs that conflict, or that another one leaves without effect.
 
     `samples`: rollout.samples; `compute_dtype`: model.compute_dtype.
     """
-    validate_advantages(algorithm, samples)
-    validate_clipping(algorithm)
-    validate_importance(algorithm, compute_dtype)
-
-
-def validate_advantages(algorithm: Algorithm, samples: int) -> None:
-    """Raises ConfigError for groups that are too small, and for a KL in the reward that has no weight."""
     if samples < 2 and algorithm.advantage != REINFORCE_PP:
-        raise ConfigError(
+        yield (
             f"rollout.samples {samples}: {algorithm.advantage} advantages compare the answers to one prompt, use at least 2, "
             f"or algorithm.advantage {REINFORCE_PP}"
         )
     if algorithm.kl_in == REWARD and not algorithm.kl_coef:
-        raise ConfigError(
+        yield (
             "algorithm.kl_in reward with algorithm.kl_coef 0: nothing is subtracted from the reward: set algorithm.kl_coef, "
             "for example 0.001, or algorithm.kl_in loss"
         )
-
-
-def validate_clipping(algorithm: Algorithm) -> None:
-    """Raises ConfigError for a dual clip that clips every token, or that the loss does not have."""
     dual = algorithm.clip_dual
-    if not dual:
-        return
-    if algorithm.loss not in (PPO, GSPO):
+    if dual and algorithm.loss not in (PPO, GSPO):
         why = "clips the weight of the gradient itself" if algorithm.loss == CISPO else "is yours"
-        raise ConfigError(
+        yield (
             f"algorithm.clip_dual {dual:g} with algorithm.loss {algorithm.loss!r}, which {why}: use {PPO} or {GSPO}, or "
             "algorithm.clip_dual 0"
         )
-    if dual <= 1:
-        raise ConfigError(
-            f"algorithm.clip_dual {dual:g} is not above 1: use a larger one, for example 3, or 0 for no dual clip"
-        )
-
-
-def validate_importance(algorithm: Algorithm, compute_dtype: str) -> None:
-    """Raises ConfigError for importance limits out of range, or without importance weights."""
+    if 0 < dual <= 1:
+        yield f"algorithm.clip_dual {dual:g} is not above 1: use a larger one, for example 3, or 0 for no dual clip"
     level = importance(algorithm, compute_dtype)
     cap = algorithm.importance_cap
     limits = {"mask": algorithm.importance_mask, "veto": algorithm.importance_veto}
     if cap < 1:
-        raise ConfigError(
+        yield (
             f"algorithm.importance_cap {cap:g} is below 1: use at least 1, or algorithm.importance none for no importance "
             "weights"
         )
     for name, limit in limits.items():
         if limit and limit <= 1:
-            raise ConfigError(
+            yield (
                 f"algorithm.importance_{name} {limit:g} is not above 1, so that nothing would be left: use for example 2, or 0 "
                 "for none"
             )
@@ -235,51 +229,26 @@ def validate_importance(algorithm: Algorithm, compute_dtype: str) -> None:
     given = limits | {"cap": cap if is_auto and cap != Algorithm.importance_cap else 0}
     for name, value in given.items():
         if value and level == NONE:
-            raise ConfigError(
+            yield (
                 f"algorithm.importance_{name} {value:g} with algorithm.importance none{why} has no effect: set "
                 f"algorithm.importance token or sequence, or remove algorithm.importance_{name}"
             )
 
 
-def validate_dynamic_sampling(config: Config) -> None:
-    """Raises ConfigError when the prompts that a step may try conflict with other knobs.
-
-    With reinforce_pp a prompt whose answers score alike has a gradient: they are compared with those of the whole step.
-    """
-    rollout, train = config.rollout, config.train
-    if rollout.max_prompts and config.algorithm.advantage == REINFORCE_PP:
-        raise ConfigError(
-            f"rollout.max_prompts {rollout.max_prompts} with algorithm.advantage {REINFORCE_PP}, which compares answers of "
-            "the whole step: it would replace prompts that give a gradient: use grpo, rloo or dr_grpo, or "
-            "rollout.max_prompts 0"
-        )
-    if 0 < rollout.max_prompts <= rollout.prompts:
-        raise ConfigError(
-            f"rollout.max_prompts {rollout.max_prompts} is not above rollout.prompts {rollout.prompts}: no prompt could be "
-            f"replaced: use {2 * rollout.prompts} or more, or 0"
-        )
-    if rollout.max_prompts and train.epochs:
-        raise ConfigError(
-            f"train.epochs {train.epochs} with rollout.max_prompts {rollout.max_prompts}: how many prompts a step takes is not "
-            "known before, so neither is the number of steps: set train.steps"
-        )
-
-
-def validate_shapes(config: Config) -> None:
+@refusing
+def validate_shapes(config: Config) -> Iterator[str]:
     """Raises ConfigError when rows or the mesh do not divide, or are too small."""
     mesh, train, rollout = config.mesh, config.train, config.rollout
     if mesh.fake_devices and mesh.data * mesh.model > mesh.fake_devices:
-        raise ConfigError(
+        yield (
             f"mesh {mesh.data} x {mesh.model} needs {mesh.data * mesh.model} devices, mesh.fake_devices is "
             f"{mesh.fake_devices}: set mesh.fake_devices {mesh.data * mesh.model}"
         )
     if train.rows % mesh.data:
-        raise ConfigError(
-            f"train.rows {train.rows} does not divide by mesh.data {mesh.data}: use a multiple of {mesh.data}"
-        )
+        yield f"train.rows {train.rows} does not divide by mesh.data {mesh.data}: use a multiple of {mesh.data}"
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
     if 0 < train.row_tokens < longest:
-        raise ConfigError(
+        yield (
             f"train.row_tokens {train.row_tokens} is shorter than data.max_prompt_tokens "
             f"{config.data.max_prompt_tokens} + rollout.max_new_tokens {rollout.max_new_tokens}: use at "
             f"least {longest}, or 0"
@@ -296,22 +265,24 @@ class Sizes(Protocol):
     max_positions: int
 
 
-def validate_model(config: Config, model: Sizes, devices: int) -> None:
+@refusing
+def validate_model(config: Config, model: Sizes, devices: int) -> Iterator[str]:
     """Raises ConfigError when sequences exceed the model's positions, or the mesh does not fit the model or the devices."""
     validate_mesh(config, model, devices)
     prompt, answer = config.data.max_prompt_tokens, answer_limit(config)
     if prompt + answer > model.max_positions:
-        raise ConfigError(
+        yield (
             f"data.max_prompt_tokens {prompt} + the longest answer {answer} = {prompt + answer}, and the model has "
             f"{model.max_positions} positions: lower data.max_prompt_tokens or max_new_tokens of rollout and eval"
         )
 
 
-def validate_mesh(config: Config, model: Sizes, devices: int) -> None:
+@refusing
+def validate_mesh(config: Config, model: Sizes, devices: int) -> Iterator[str]:
     """Raises ConfigError when the mesh does not fit the model or the devices."""
     data, parts = config.mesh.data, config.mesh.model
     if data * parts > devices:
-        raise ConfigError(
+        yield (
             f"mesh {data} x {parts} needs {data * parts} devices, {devices} are available: lower mesh.data or "
             f"mesh.model, or set mesh.fake_devices {data * parts} to split a CPU"
         )
@@ -322,12 +293,10 @@ def validate_mesh(config: Config, model: Sizes, devices: int) -> None:
     fits = [n for n in fits if model.num_kv_heads % n == 0 or n % model.num_kv_heads == 0]
     if config.mesh.model not in fits:
         sizes = ", ".join(f"{size} {name}" for name, size in heads.items())
-        raise ConfigError(
+        yield (
             f"mesh.model {config.mesh.model} does not divide the model ({sizes}, {model.num_kv_heads} KV heads): "
             f"use one of {fits}"
         )
     if model.hidden_size % config.mesh.data:
         fits = [n for n in range(1, 2 * config.mesh.data) if model.hidden_size % n == 0]
-        raise ConfigError(
-            f"mesh.data {config.mesh.data} does not divide the model's width {model.hidden_size}: use one of {fits}"
-        )
+        yield f"mesh.data {config.mesh.data} does not divide the model's width {model.hidden_size}: use one of {fits}"
