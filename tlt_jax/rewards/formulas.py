@@ -291,17 +291,21 @@ def same(wanted: Any, given: Any) -> bool:
     """Whether two formulas are equal; variables are real unless one of them has an imaginary unit."""
     wanted, given = (_only(one) for one in (wanted, given))
     kinds = sympy.Expr, sympy.MatrixBase, sympy.Interval, Relational
-    for kind, is_same in zip(
-        kinds, (_agree, _are_equal_matrices, _are_equal_intervals, _is_multiple), strict=True
-    ):
-        if isinstance(wanted, kind) and isinstance(given, kind):
-            return is_same(wanted, given)
+    kind = next((one for one in kinds if isinstance(wanted, one) and isinstance(given, one)), None)
+    if kind is sympy.Expr:
+        names = wanted.free_symbols | given.free_symbols  # at three points where there are any
+        values = (_values(one, names) for one in (wanted, given))
+        return wanted == given or all(map(_are_close, *values))
+    if kind is sympy.MatrixBase:
+        return wanted.shape == given.shape and all(map(same, wanted.flat(), given.flat()))
+    if kind is sympy.Interval:
+        is_open = (wanted.left_open, wanted.right_open) == (given.left_open, given.right_open)
+        return is_open and same(wanted.start, given.start) and same(wanted.end, given.end)
+    if kind is Relational:
+        return _is_multiple(wanted, given)
     ours, theirs = _elements(wanted), _elements(given)
-    if (
-        ours is not None
-        and theirs is not None
-        and isinstance(wanted, And) == isinstance(given, And)
-    ):
+    are_alike = isinstance(wanted, And) == isinstance(given, And)
+    if ours is not None and theirs is not None and are_alike:
         is_ordered = isinstance(wanted, sympy.Tuple | sympy.Interval)
         ours, theirs = _unnamed(ours, theirs), _unnamed(theirs, ours)
         return len(ours) == len(theirs) and (
@@ -310,20 +314,8 @@ def same(wanted: Any, given: Any) -> bool:
     if any(isinstance(one, sympy.Expr | sympy.MatrixBase) for one in (wanted, given)):
         return False
     is_point = ours is not None and isinstance(wanted, sympy.Interval) and wanted.measure.is_finite
-    return bool(
-        math_verify.verify(
-            wanted, given, allow_set_relation_comp=not is_point, timeout_seconds=None
-        )
-    )
-
-
-def _are_equal_matrices(wanted: sympy.MatrixBase, given: sympy.MatrixBase) -> bool:
-    return wanted.shape == given.shape and all(map(same, wanted.flat(), given.flat()))
-
-
-def _are_equal_intervals(wanted: sympy.Interval, given: sympy.Interval) -> bool:
-    is_open = (wanted.left_open, wanted.right_open) == (given.left_open, given.right_open)
-    return is_open and same(wanted.start, given.start) and same(wanted.end, given.end)
+    options = {"allow_set_relation_comp": not is_point, "timeout_seconds": None}
+    return bool(math_verify.verify(wanted, given, **options))
 
 
 def _only(formula: Any) -> Any:
@@ -385,12 +377,6 @@ def _below(relation: Relational) -> tuple[type, sympy.Expr]:
     kind = type(relation)
     difference = sympy.Add(relation.lhs, -relation.rhs, evaluate=False)
     return (turned[kind], -difference) if kind in turned else (kind, difference)
-
-
-def _agree(wanted: sympy.Expr, given: sympy.Expr) -> bool:
-    """Whether two formulas have equal values, those with variables at three points."""
-    names = wanted.free_symbols | given.free_symbols
-    return wanted == given or all(map(_are_close, _values(wanted, names), _values(given, names)))
 
 
 def _values(formula: sympy.Expr, names: Iterable[sympy.Symbol]) -> list[sympy.Expr]:
