@@ -267,6 +267,9 @@ def columns(values: Mapping[str, float], per_step: float, left: str) -> list[str
     def cell(form: str, name: str) -> str:
         return form.format(values[name]) if name in values else ""
 
+    def some(form: str, name: str) -> str:
+        return cell(form, name) if values.get(name) else ""
+
     is_adaptive = "idle/used_ratio" in values
     accept = cell("accept {:.1f}", "speculation/accept_length")
     idle = ""
@@ -277,9 +280,7 @@ def columns(values: Mapping[str, float], per_step: float, left: str) -> list[str
     return [
         cell("reward {:.3f}", "reward/mean"),
         cell("length {:.0f}", "response_length/mean"),
-        cell("nonfinite {:.0f}", "response_length/nonfinite")
-        if values.get("response_length/nonfinite")
-        else "",
+        some("nonfinite {:.0f}", "response_length/nonfinite"),
         cell("loss {:.3f}", "drafter/loss"),
         cell("agreement {:.3f}", "drafter/agreement@1"),
         "" if speed is None else f"{short(speed)} tokens/s",
@@ -289,7 +290,7 @@ def columns(values: Mapping[str, float], per_step: float, left: str) -> list[str
         cell("replaced {:.0%}", "groups/replaced"),
         idle,
         cell("ratio {:.3f}", "actor/sequence_ratio_max"),
-        cell("clipped {:.1%}", "actor/pg_clipfrac") if values.get("actor/pg_clipfrac") else "",
+        some("clipped {:.1%}", "actor/pg_clipfrac"),
         cell("masked {:.1%}", "rollout_corr/rollout_rs_seq_masked_fraction"),
     ]
 

@@ -44,7 +44,8 @@ class ScalarsFile:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Adds scalars of a step, not earlier than the newest one."""
         is_newest = self._last.get("step") == step
-        self._last = {**(self._last if is_newest else {"step": step}), **finite(values)}
+        found = {name: one if math.isfinite(one) else None for name, one in values.items()}
+        self._last = {**(self._last if is_newest else {"step": step}), **found}
         self._start = self._start if is_newest else self._end
         text = encoded(self._last)
         try:
@@ -88,11 +89,6 @@ class MetricsFiles:
 
     def close(self, is_failed: bool) -> None:
         """Does nothing: no file is open."""
-
-
-def finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    """The values, None for those that are not finite, which JSON cannot hold."""
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def encoded(line: Mapping[str, Any]) -> bytes:

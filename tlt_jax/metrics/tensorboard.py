@@ -67,7 +67,11 @@ class TensorBoard:
             scalar.value[0].tag = name
             if name not in self._described:
                 self._described.add(name)
-                scalar.value[0].metadata.CopyFrom(described(name))
+                shown = SummaryMetadata(
+                    plugin_data=SummaryMetadata.PluginData(plugin_name="scalars"),
+                    summary_description=names.find(name, "scalar").help,
+                )
+                scalar.value[0].metadata.CopyFrom(shown)
             self._write(step, scalar)
         self._events.flush()
 
@@ -89,13 +93,6 @@ class TensorBoard:
         self._events.write_event(Event(step=step, wall_time=time.time(), summary=content))
 
 
-def described(name: str) -> SummaryMetadata:
-    """What TensorBoard shows of a scalar besides its values."""
-    plugin = SummaryMetadata.PluginData(plugin_name="scalars")
-    meaning = names.find(name, "scalar").help
-    return SummaryMetadata(plugin_data=plugin, summary_description=meaning)
-
-
 def forget(path: Path, first_step: int) -> None:
     """Removes the events of `first_step` and later from a TensorBoard file, and an incomplete last one.
 
@@ -114,7 +111,9 @@ def forget(path: Path, first_step: int) -> None:
         except DecodeError:
             is_damaged = True
             break
-        if event.step < first_step or event.file_version or first_step and is_warm_start(event):
+        tags = [value.tag for value in event.summary.value] if event.HasField("summary") else [""]
+        is_warm_start = all(tag.startswith("sft/") for tag in tags)  # which counts its own steps
+        if event.step < first_step or event.file_version or first_step and is_warm_start:
             kept.append(content[start:end])
         start = end
 
@@ -122,24 +121,10 @@ def forget(path: Path, first_step: int) -> None:
         copy = path.parent.with_name(f"{TENSORBOARD}_damaged") / path.name
         copy.parent.mkdir(exist_ok=True)
         copy.write_bytes(content)
-        log.warning(
-            "%s is damaged at byte %d: later events are removed; a copy of the file is in %s",
-            path,
-            start,
-            copy,
-        )
+        said = "%s is damaged at byte %d: later events are removed; a copy of the file is in %s"
+        log.warning(said, path, start, copy)
     if sum(map(len, kept)) < len(content):
         # Outside of the folder, where TensorBoard reads all files.
         outside = path.parent.with_suffix(atomic.TEMPORARY)
         with atomic.replacing(path, outside) as temporary:
             temporary.write_bytes(b"".join(kept))
-
-
-def is_warm_start(event: Event) -> bool:
-    """True for scalars of the supervised warm start.
-
-    It counts its own steps, all of them before the first checkpoint.
-    """
-    return event.HasField("summary") and all(
-        value.tag.startswith("sft/") for value in event.summary.value
-    )

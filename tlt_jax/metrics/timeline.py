@@ -120,10 +120,19 @@ def trace(
     """A step in Chrome's trace event format, as Perfetto reads it; times are microseconds since its first event.
 
     Each data group is a row, whose chunks have their strategy and accept length as arguments; the phases of the step
-    are a row of their own.
+    are one more row. The accept length is tokens per live row and round.
     """
     first = min((one.start for one in (*spans, *phases)), default=0.0)
-    arguments = {(one.group, one.number): chunk_arguments(one) for one in chunks}
+    arguments = {
+        (one.group, one.number): {
+            "strategy": one.strategy,
+            "accept_length": round(one.tokens / max(one.live * one.rounds, 1), 3),
+            **{
+                name: getattr(one, name) for name in ("tokens", "rounds", "batch", "live", "reason")
+            },
+        }
+        for one in chunks
+    }
     groups = sorted({one.group for one in spans})
     rows = [("process_name", ROLLOUT, 0, "rollout")]
     rows += [("thread_name", ROLLOUT, group, f"data group {group}") for group in groups]
@@ -149,16 +158,3 @@ def event(name: str, process: int, row: int, start: float, end: float) -> dict:
     begin = round(1e6 * start)
     length = round(1e6 * end) - begin
     return {"name": name, "ph": "X", "pid": process, "tid": row, "ts": begin, "dur": length}
-
-
-def chunk_arguments(one: Chunk) -> dict[str, float | str]:
-    """What the trace says of a chunk; the accept length is tokens per live row and round."""
-    return {
-        "strategy": one.strategy,
-        "accept_length": round(one.tokens / max(one.live * one.rounds, 1), 3),
-        "tokens": one.tokens,
-        "rounds": one.rounds,
-        "batch": one.batch,
-        "live": one.live,
-        "reason": one.reason,
-    }

@@ -77,7 +77,7 @@ class WeightsAndBiases:
         self._run = self._wandb = None
         try:
             self._wandb = imported(Path(config.run))
-            self._run = self._begin(config, identifier(self._folder, first_step > 0))
+            self._run = self._begin(config, first_step > 0)
         except Exception as error:  # of any kind: a tracker must not stop a run
             self._give_up(error)
 
@@ -108,35 +108,30 @@ class WeightsAndBiases:
                 self._give_up(error)
             self._run = None
 
-    def _begin(self, config: Config, name: str) -> Any:
-        """The new or resumed W&B run of this id; an offline run when the server cannot be reached."""
+    def _begin(self, config: Config, is_resumed: bool) -> Any:
+        """The new run, or the resumed one of the id in the folder; an offline run when the server cannot be reached."""
+        path = self._folder / ID
+        if is_resumed and path.exists():
+            name = path.read_text().strip()
+        else:
+            name = secrets.token_hex(8)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic.write_text(path, f"{name}\n")
         shown = (
             os.environ.get("WANDB_NAME") or "/".join(Path(config.run).parts[-2:])[-LONGEST_NAME:]
         )
         arguments = {
-            "dir": config.run,
-            "id": name,
-            "resume": "allow",
-            "project": project(),
-            "name": shown,
-            "config": dataclasses.asdict(config),
-            "allow_val_change": True,
-            "reinit": "create_new",
-        }
-        limits = {
-            "init_timeout": BEGIN_S,
-            "finish_timeout": FINISH_S,
-            "finish_timeout_raises": True,
-        }
-        settings = self._wandb.Settings(console="off", **limits)
+            "dir": config.run, "id": name, "resume": "allow", "project": project(), "name": shown,
+            "config": dataclasses.asdict(config), "allow_val_change": True, "reinit": "create_new",
+        }  # fmt: skip
+        settings = self._wandb.Settings(
+            console="off", init_timeout=BEGIN_S, finish_timeout=FINISH_S, finish_timeout_raises=True
+        )
         try:
             run = self._wandb.init(**arguments, settings=settings)
         except self._wandb.Error as error:
-            log.warning(
-                "Weights & Biases cannot be reached (%s): `wandb sync` takes %s afterwards",
-                one_line(error),
-                self._folder,
-            )
+            said = "Weights & Biases cannot be reached (%s): `wandb sync` takes %s afterwards"
+            log.warning(said, one_line(error), self._folder)
             self._wandb.teardown()  # it would keep trying, and hold the id
             run = self._wandb.init(**arguments, settings=settings, mode="offline")
         run.define_metric("*", step_metric=STEP)
@@ -153,22 +148,10 @@ class WeightsAndBiases:
 
     def _give_up(self, error: Exception) -> None:
         self._run = None
-        log.warning(
-            "Weights & Biases failed (%s): nothing more of this run is sent; earlier data is in %s",
-            one_line(error),
-            self._folder,
+        said = (
+            "Weights & Biases failed (%s): nothing more of this run is sent; earlier data is in %s"
         )
-
-
-def identifier(folder: Path, is_resumed: bool) -> str:
-    """The id of the W&B run: that in the folder for a resumed run, otherwise a new one."""
-    path = folder / ID
-    if is_resumed and path.exists():
-        return path.read_text().strip()
-    name = secrets.token_hex(8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic.write_text(path, f"{name}\n")
-    return name
+        log.warning(said, one_line(error), self._folder)
 
 
 def one_line(error: Exception) -> str:
