@@ -22,9 +22,7 @@ from benchmarks.common.results import MEASURED_WITH, ResultTable
 from benchmarks.whole_runs import end_to_end, learning, runs
 from benchmarks.whole_runs.runs import Run
 from tlt_jax.config.schema import Config
-from tlt_jax.metrics import Writer, evaluations
-from tlt_jax.metrics.evaluations import Judged
-from tlt_jax.metrics.writer import ChunkRecord, Record
+from tlt_jax.metrics import ChunkRecord, Record, Writer, evaluations
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -295,9 +293,11 @@ RIGHT = {0: 2, 4: 6}  # of 8 answers, by step of the evaluation
 PLAIN_S, ADAPTIVE_S = [4.0, 6.0, 5.0, 9.0], [2.0, 3.0, 2.5, 4.5]
 
 
-def judged(row: int, is_correct: bool) -> Judged:
+def judged(row: int, is_correct: bool) -> Record:
     reward = float(is_correct)
-    return Judged("eval", f"eval-{row}", 0, "2 3:", "5.", "5", reward, is_correct, 3, "stop")
+    return Record(
+        None, "2 3:", "5.", reward, 3, "stop", id=f"eval-{row}", reference="5", split="eval", sample=0, is_correct=is_correct
+    )  # fmt: skip
 
 
 def write(folder, seconds, text="5.", weights=b"weights"):

@@ -12,7 +12,7 @@ from tlt_jax import eval, run_folder
 from tlt_jax.config import load as configuration
 from tlt_jax.errors import DataError
 from tlt_jax.metrics import evaluations
-from tlt_jax.metrics.evaluations import Judged
+from tlt_jax.metrics.evaluations import Record
 
 
 def test_evaluation_drafts_with_the_drafter_of_the_run_else_with_n_grams(tmp_path, capsys):
@@ -30,21 +30,22 @@ def test_evaluation_drafts_with_the_drafter_of_the_run_else_with_n_grams(tmp_pat
         assert eval.with_fixed_drafter(fixed) == fixed
 
 
-def judged(id: str, *correct: bool, split: str = "eval", reference: str = "7") -> list[Judged]:
+def judged(id: str, *correct: bool, split: str = "eval", reference: str = "7") -> list[Record]:
     """Answers to a row, of which these are correct."""
     return [
-        Judged(
-            split,
-            id,
-            sample,
+        Record(
+            None,
             f"what is {id}?",
             f"{id}: {one}",
-            reference,
             float(one),
-            one,
             3,
             "stop",
-        )
+            id=id,
+            reference=reference,
+            split=split,
+            sample=sample,
+            is_correct=one,
+        )  # fmt: skip
         for sample, one in enumerate(correct)
     ]
 

@@ -19,7 +19,7 @@ from tlt_jax.data.dataset import EVAL, TRAIN, Dataset
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, UserError
 from tlt_jax.metrics import evaluations
-from tlt_jax.metrics.evaluations import KINDS, Judged, Row
+from tlt_jax.metrics.evaluations import KINDS, Record, Row
 from tlt_jax.models import from_config, lora
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.rewards import Scorer
@@ -208,7 +208,7 @@ def compare(arguments: list[str]) -> int:
     return 0
 
 
-def listed(row: Row, *both: dict[Row, list[Judged]]) -> str:
+def listed(row: Row, *both: dict[Row, list[Record]]) -> str:
     """A row with the first answers of both evaluations."""
     one = both[0][row][0]
     lines = [one.prompt, f"reference: {one.reference}"]

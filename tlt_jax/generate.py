@@ -173,7 +173,8 @@ def talk(config: Config, makers: str) -> int:
     """A chat in the terminal, which begins with a line that ends with `makers`; exit code 0."""
     print(prompt_format.describe(config) + makers, file=sys.stderr)
     model = Model(replace(config, rollout=replace(config.rollout, prompts=1)))
-    model.check_template()
+    # Raises DataError now when conversations cannot be encoded.
+    prompt_format.encode([{"role": "user", "content": "-"}], config, model.tokenizer, "--chat")
     if answers := chat.converse(model):
         print(closing(answers, config.speculation.drafter), file=sys.stderr)
     return 0

@@ -62,20 +62,19 @@ def page(answers: Sequence[Answer], best: int, worst: int) -> str:
 
 
 def shown(title: str, answer: Answer) -> str:
-    """An answer with its prompt and what is known of it; runs of older versions know less."""
+    """An answer with its prompt and what is known of it."""
     facts = [f"reward {answer['reward']:g}"]
     facts += [f"{name} {value:g}" for name, value in answer["parts"].items()]
     if answer["failure"]:
         facts.append(f"no score: {answer['failure']}")
     facts.append(f"{answer['length']} tokens, {answer['finish']}")
-    if "id" in answer:
-        facts.append(f"{answer['accepted']} of them drafted")
-        facts.append(f"advantage {answer['advantage']:.3g}")
-        facts.append(f"log-prob {answer['logprob']:.4g}")
-        facts.append(f"group {answer['group']}, row {printable(answer['id'])}")
+    facts.append(f"{answer['accepted']} of them drafted")
+    facts.append(f"advantage {answer['advantage']:.3g}")
+    facts.append(f"log-prob {answer['logprob']:.4g}")
+    facts.append(f"group {answer['group']}, row {printable(answer['id'])}")
     lines = [f"{title}: {' | '.join(facts)}", "prompt", indented(answer["prompt"])]
     lines += ["answer", indented(answer["completion"])]
-    if answer.get("reference"):
+    if answer["reference"]:
         lines += ["reference answer", indented(answer["reference"])]
     return "\n".join(lines)
 

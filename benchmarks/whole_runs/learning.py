@@ -24,13 +24,13 @@ from benchmarks.common import results
 from benchmarks.common.timing import interval
 from benchmarks.whole_runs.runs import Run, first_difference, pairs, read_run
 from tlt_jax.metrics import evaluations
-from tlt_jax.metrics.evaluations import Judged
+from tlt_jax.metrics.evaluations import Record
 
 COLUMNS = (
     "step", "right", "answers", "accuracy", "low", "high", "plain_step_s", "adaptive_step_s", "equal",
 )  # fmt: skip
 NORMAL_975 = 1.959964  # the standard normal distribution's quantile of 0.975
-Evaluations = Mapping[int, Sequence[Judged]]  # by step
+Evaluations = Mapping[int, Sequence[Record]]  # by step
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:

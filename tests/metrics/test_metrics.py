@@ -49,6 +49,7 @@ def records(step: int, count: int = 3) -> list[Record]:
             "stop",
             {"task": 1.0},
             id=f"train:{uid}",
+            group=0,
             reference="4",
             advantage=0.5,
             logprob=-2.0,

@@ -62,7 +62,7 @@ def rows_of(recipe: Recipe) -> PackedRows:
         targets=random.integers(0, 37, shape, np.int32),
         weights=(segments > 0) * random.random(shape),
         advantages=random.normal(size=shape),
-        recorded=-random.random(shape),
+        rollout_logprobs=-random.random(shape),
     )
     integers = ("positions", "segments")
     rows = rows._replace(**{name: np.int32(getattr(rows, name)) for name in integers})

@@ -447,9 +447,6 @@ class IdleTraining:
         "learning rate of a micro-step of at least 2048 tokens; smaller micro-steps scale it by sqrt(tokens / 2048)",
         at_least=0,
     )
-    replay_mib: int = knob(
-        512, "replay buffer of a data group, in MiB: features of finished sequences", at_least=1
-    )
 
 
 @dataclass(frozen=True)

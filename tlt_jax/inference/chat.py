@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,17 +71,6 @@ class Model:
         self.rollouts = engine.opened(config, job=Job())  # each process alone
         self.engine, self.tokenizer = self.rollouts.engine, self.rollouts.tokenizer
         from_config.warn_of_tokenizer(config, self.tokenizer)
-
-    @property
-    def suffix(self) -> str:
-        """What follows the text of each prompt."""
-        return self.config.data.prompt_suffix
-
-    def check_template(self) -> None:
-        """Raises DataError when conversations cannot be encoded."""
-        prompt_format.encode(
-            [{"role": "user", "content": "-"}], self.config, self.tokenizer, "--chat"
-        )
 
     def generate(
         self, prompts: Sequence[Given], call: int = 0, **options: Any
@@ -175,41 +163,32 @@ class Model:
         return f"the tuner measured plain decoding as the fastest; {always}"
 
 
-HINT = "(type a message; an empty line or the end of the input ends the chat)"
-
-
 def converse(model: Model) -> list[dict[str, Any]]:
     """Answers the lines of the standard input as turns of one conversation; the objects of all answers.
 
     Ctrl-C ends it too.
     """
     messages: list[dict[str, str]] = []
-    answers = []
+    answers, is_terminal = [], sys.stdin.isatty()
+    if is_terminal:
+        print(
+            "(type a message; an empty line or the end of the input ends the chat)", file=sys.stderr
+        )
     try:
-        for call, line in zip(itertools.count(), turns(), strict=False):
+        while True:
+            if is_terminal:
+                print("> ", end="", file=sys.stderr, flush=True)
+            if not (line := sys.stdin.readline().strip()):
+                break
             messages.append({"role": "user", "content": line})
-            answers.append(model.reply(messages, call, write))
+            answers.append(model.reply(messages, len(answers), write))
             print(flush=True)
-            messages[-1]["content"] += model.suffix  # as the model has read it
+            messages[-1]["content"] += model.config.data.prompt_suffix  # as the model has read it
             (answer,) = answers[-1]["completions"]
             messages.append({"role": "assistant", "content": answer["text"]})
     except KeyboardInterrupt:
         print(flush=True)
     return answers
-
-
-def turns() -> Iterator[str]:
-    """The lines that are typed, to an empty one or the end of the input."""
-    is_terminal = sys.stdin.isatty()
-    if is_terminal:
-        print(HINT, file=sys.stderr)
-    while True:
-        if is_terminal:
-            print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline().strip()
-        if not line:
-            return
-        yield line
 
 
 def write(text: str) -> None:

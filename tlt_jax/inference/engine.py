@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from tlt_jax import atomic
 from tlt_jax.config import Config, load, parse, validate
 from tlt_jax.config.schema import ADAPTIVE, Rollout
 from tlt_jax.data import dataset as datasets, packing, prompt_format
@@ -23,7 +22,7 @@ from tlt_jax.drafter import recipe as drafter_recipe, step_training
 from tlt_jax.drafter.update import on_mesh
 from tlt_jax.errors import ConfigError, Interrupted, RewardError
 from tlt_jax.keys import GENERATE_STREAM
-from tlt_jax.models import from_config, hf, hf_drafter
+from tlt_jax.models import from_config, hf
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.rewards import terms
 from tlt_jax.rollout import learned_drafter
@@ -76,9 +75,6 @@ class Answers(Sequence[Answer]):
     def __len__(self) -> int:
         return len(self.answers)
 
-    def __iter__(self) -> Iterator[Answer]:
-        return iter(self.answers)
-
 
 class Scoring:
     """A selection of `keep` prompts by the scores of a caller's function: what it does wrong is raised in all processes."""
@@ -100,14 +96,12 @@ class Scoring:
         """Scores an answer."""
         if self.wrong:
             return
-        try:
+        source = f"score, of an answer to prompt {one.prompt},"
+        try:  # the function is the caller's: no process may wait for one that has ended
             value = self.score(one)
-        except (
-            Exception
-        ) as error:  # the function is the caller's: no process may wait for one that has ended
+        except Exception as error:
             self.wrong.append(error)
             return
-        source = f"score, of an answer to prompt {one.prompt},"
         try:
             self.new[one.uid] = terms.number(source, value)
         except ValueError as error:
@@ -206,7 +200,13 @@ class RolloutModel:
         rollout = self.sampling(sampling)
         if keep is None and score is None:
             return self.answers(tokens, self.roll_out(tokens, rollout, call))
-        scoring = self.scoring(tokens, keep, score)
+        if keep is None or score is None:
+            given, missing = ("score", "keep") if keep is None else ("keep", "score")
+            raise ConfigError(f"generate has {given} without {missing}: give both, or none")
+        if not callable(score):
+            raise ConfigError(f"score is a {type(score).__name__}: give a function")
+        keep = whole("keep", keep, 1, len(tokens))
+        scoring = Scoring(keep, lambda one: score(self.answer(tokens, one)))
         try:
             result = self.roll_out(tokens, rollout, call, **scoring.arguments())
         except Interrupted:
@@ -248,21 +248,6 @@ class RolloutModel:
             self.is_answering = False
         return result
 
-    def scoring(
-        self,
-        prompts: Sequence[np.ndarray],
-        keep: int | None,
-        score: Callable[[Answer], float] | None,
-    ) -> Scoring:
-        """The selection of `keep` of the prompts int32[P] by scores. Raises ConfigError."""
-        if keep is None or score is None:
-            given, missing = ("score", "keep") if keep is None else ("keep", "score")
-            raise ConfigError(f"generate has {given} without {missing}: give both, or none")
-        if not callable(score):
-            raise ConfigError(f"score is a {type(score).__name__}: give a function")
-        keep = whole("keep", keep, 1, len(prompts))
-        return Scoring(keep, lambda one: score(self.answer(prompts, one)))
-
     def update_weights(self, params: Params) -> None:
         """Answers come from these weights from here on: Params in the "train" layout, as arrays of any mesh or of NumPy.
 
@@ -287,7 +272,9 @@ class RolloutModel:
         passes = whole("passes", passes, 1)
         batches = self.batches(answers)
         if self.drafter is None:
-            self.drafter = adaptive.create(self.config, self.recipe, answers=answers)
+            self.drafter = adaptive.create(
+                self.config, self.recipe, texts=(one.tokens for one in answers)
+            )
         for _ in range(passes):
             self.drafter, metrics, depths = step_training.learn(
                 self.recipe, self.drafter, self.params, batches, self.calls
@@ -300,11 +287,9 @@ class RolloutModel:
         self.check_usable(())
         if self.drafter is None:
             raise ConfigError("there is no drafter to save: it is made by learn(answers)")
-        state, dtype = self.drafter, self.config.model.param_dtype
-        atomic.write_directory(
-            Path(directory),
-            lambda at: hf_drafter.save(state.params, self.recipe.drafter, at, dtype, self.depths),
-            self.engine.job.is_first,
+        dtype, is_first = self.config.model.param_dtype, self.engine.job.is_first
+        adaptive.export(
+            Path(directory), dtype, self.recipe, self.drafter, self.depths, is_owner=is_first
         )
 
     def publish(self, params: Params) -> None:
@@ -370,10 +355,9 @@ class RolloutModel:
         if not len(answers):
             raise ConfigError("there are no answers to learn from: give those of generate")
         examples = [Example(uid, one.prompt_tokens, one.tokens) for uid, one in enumerate(answers)]
-        longest = max(one.length for one in examples)
-        whole = -(-longest // packing.ROW_MULTIPLE) * packing.ROW_MULTIPLE
-        usual = packing.row_tokens(self.config)
-        width = usual if longest <= usual else whole
+        longest, width = max(one.length for one in examples), packing.row_tokens(self.config)
+        if longest > width:
+            width = -(-longest // packing.ROW_MULTIPLE) * packing.ROW_MULTIPLE
         data = self.config.mesh.data
         rows, _ = packing.pack(examples, width, packing.rows(self.config), data)
         return [

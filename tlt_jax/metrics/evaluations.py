@@ -1,4 +1,4 @@
-"""Kept answers of evaluations, a line each in evaluation/STEP.jsonl of the run folder: written, read, compared. No JAX."""
+"""Answers as people read them, and the kept ones of evaluations: written, read, compared. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tlt_jax import atomic
 from tlt_jax.errors import DataError
@@ -17,27 +17,45 @@ FOLDER = "evaluation"
 WON, LOST, RIGHT, WRONG = KINDS = ("won", "lost", "right", "wrong")
 
 
-@dataclass(frozen=True)
-class Judged:
-    """An answer of an evaluation.
+OF_STEP = (
+    "uid",
+    "group",
+    "advantage",
+    "logprob",
+    "accepted",
+)  # fields of a Record that an evaluation has not
+OF_EVALUATION = ("split", "sample", "is_correct")  # fields that a step has not
 
-    split, id: of its row, whose answer is `reference`; sample: from 0, of each row; is_correct: whether the reward is at
-    least eval.correct_at; length: tokens; finish: stop, length or nonfinite; parts: the reward's terms, unweighted;
-    failure: why there is no score, None when there is one.
+
+@dataclass(frozen=True)
+class Record:
+    """An answer with its score, as people read it: a line of completions/STEP.jsonl or evaluation/STEP.jsonl.
+
+    id: of the prompt's row, whose answer is `reference`; length: tokens; finish: stop, length or nonfinite; parts: the
+    reward's terms, unweighted; failure: why there is no score, None when there is one. The others are None where they do
+    not apply. Of a step: uid: number of the answer; group: number of its prompt, whose answers share a baseline; logprob:
+    sum of the tokens' log-probabilities under the policy that gave the answer; accepted: how many of the tokens a drafter
+    had proposed. Of an evaluation: split: of the row; sample: from 0, of each row; is_correct: whether the reward is at
+    least eval.correct_at.
     """
 
-    split: str
-    id: str
-    sample: int
+    uid: int | None
     prompt: str
     completion: str
-    reference: str
     reward: float
-    is_correct: bool
     length: int
     finish: str
     parts: Mapping[str, float] = field(default_factory=dict)
     failure: str | None = None
+    id: str = ""
+    reference: str = ""
+    group: int | None = None
+    advantage: float | None = None
+    logprob: float | None = None
+    accepted: int | None = None
+    split: str | None = None
+    sample: int | None = None
+    is_correct: bool | None = None
 
 
 Row = tuple[str, str]  # split and id of a row
@@ -55,13 +73,17 @@ def path_of(run: str | Path, step: int) -> Path:
     return Path(run) / FOLDER / f"{step:06d}.jsonl"
 
 
-def to_text(step: int, answers: Sequence[Judged]) -> str:
-    """The content of a file."""
-    lines = (json.dumps({"step": step, **asdict(one)}, ensure_ascii=False) for one in answers)
-    return "".join(f"{line}\n" for line in lines)
+def to_text(step: int, records: Sequence[Any]) -> str:
+    """The content of a file of dataclasses; a Record has the fields that apply."""
+    lines = ({"step": step, **asdict(one)}.items() for one in records)
+    left = {*OF_STEP, *OF_EVALUATION}
+    kept = (
+        {name: one for name, one in line if one is not None or name not in left} for line in lines
+    )
+    return "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in kept)
 
 
-def keep(path: Path, step: int, answers: Sequence[Judged]) -> None:
+def keep(path: Path, step: int, answers: Sequence[Record]) -> None:
     """Writes the answers, in place of those of their splits that the file has, and keeps those of other splits."""
     new = {one.split for one in answers}
     others = [one for one in read(path) if one.split not in new] if path.exists() else []
@@ -69,13 +91,13 @@ def keep(path: Path, step: int, answers: Sequence[Judged]) -> None:
     atomic.write_text(path, to_text(step, [*others, *answers]))
 
 
-def read(path: Path) -> list[Judged]:
+def read(path: Path) -> list[Record]:
     """The answers of a file. Raises DataError, which names the line that is none."""
-    names, answers = [one.name for one in fields(Judged)], []
+    names, answers = [one.name for one in fields(Record) if one.name not in OF_STEP], []
     for number, line in enumerate(atomic.lines(path), 1):
         try:
             found = json.loads(line)
-            answers.append(Judged(**{name: found[name] for name in names}))
+            answers.append(Record(uid=None, **{name: found[name] for name in names}))
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{path}:{number} is no answer of an evaluation: give a file that tlt eval wrote"
@@ -102,9 +124,9 @@ def find(name: str) -> Path:
     return kept[wanted]
 
 
-def by_row(answers: Sequence[Judged]) -> dict[Row, list[Judged]]:
+def by_row(answers: Sequence[Record]) -> dict[Row, list[Record]]:
     """The answers to each row, by sample. Raises DataError for an id that several prompts have."""
-    rows: dict[Row, list[Judged]] = defaultdict(list)
+    rows: dict[Row, list[Record]] = defaultdict(list)
     for one in sorted(answers, key=lambda one: one.sample):
         rows[one.split, one.id].append(one)
     for row, found in rows.items():
@@ -116,13 +138,13 @@ def by_row(answers: Sequence[Judged]) -> dict[Row, list[Judged]]:
     return dict(rows)
 
 
-def is_right(answers: Sequence[Judged]) -> bool:
+def is_right(answers: Sequence[Record]) -> bool:
     """Whether at least half of the answers to a row are correct."""
     return 2 * sum(one.is_correct for one in answers) >= len(answers)
 
 
 def compared(
-    first: Mapping[Row, Sequence[Judged]], second: Mapping[Row, Sequence[Judged]]
+    first: Mapping[Row, Sequence[Record]], second: Mapping[Row, Sequence[Record]]
 ) -> Comparison:
     """Rows that only the second has right (won), only the first (lost), both (right), or none (wrong).
 

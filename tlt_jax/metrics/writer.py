@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from tlt_jax.config.load import to_yaml
 from tlt_jax.config.schema import COMPLETIONS, LOG, TENSORBOARD, WANDB
 from tlt_jax.errors import Interrupted, is_disk_full
 from tlt_jax.metrics import console, evaluations, names, timeline
+from tlt_jax.metrics.evaluations import Record
 from tlt_jax.metrics.run import MetricsFiles
 from tlt_jax.metrics.tensorboard import TensorBoard
 from tlt_jax.metrics.weights_and_biases import WeightsAndBiases
@@ -32,32 +33,6 @@ TIMELINE = "timeline"
 TEXTS, TEXTS_EVERY = 4, 10
 
 TRACKERS = {TENSORBOARD: TensorBoard, WANDB: WeightsAndBiases}
-
-
-@dataclass(frozen=True)
-class Record:
-    """One answer of a step, a line of the completions file.
-
-    uid: number of the answer in the step; group: number of its prompt in the step, whose answers share a baseline; id: of
-    the prompt's row; `reference`: the row's answer; `length`: tokens; `finish`: stop, length or nonfinite; `parts`: the
-    reward's terms, unweighted; `failure`: why there is no score, None when there is one; `logprob`: sum of the tokens'
-    log-probabilities under the policy that gave the answer; `accepted`: how many of the tokens a drafter had proposed.
-    """
-
-    uid: int
-    prompt: str
-    completion: str
-    reward: float
-    length: int
-    finish: str
-    parts: Mapping[str, float] = field(default_factory=dict)
-    failure: str | None = None
-    id: str = ""
-    group: int = 0
-    reference: str = ""
-    advantage: float = 0.0
-    logprob: float = 0.0
-    accepted: int = 0
 
 
 @dataclass(frozen=True)
@@ -198,9 +173,7 @@ class Writer:
         self.scalars(step, values)
         self._note(self.progress.evaluation(step, values))
 
-    def lines(
-        self, folder: str, step: int, records: Sequence[Record | ChunkRecord | evaluations.Judged]
-    ) -> None:
+    def lines(self, folder: str, step: int, records: Sequence[Record | ChunkRecord]) -> None:
         """Writes FOLDER/STEP.jsonl atomically."""
         self.file(folder, f"{step:06d}.jsonl", evaluations.to_text(step, records))
 

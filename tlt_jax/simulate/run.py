@@ -30,9 +30,9 @@ from tlt_jax.simulate.simulator import SimulatedPrograms, VirtualClock
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.strategy import LEARNED, PLAIN, Strategy
 from tlt_jax.train import adaptive
-from tlt_jax.train.accounts import Stopwatch
 from tlt_jax.train.adaptive import DrafterLearning, Learned
 from tlt_jax.train.run_state import RunState
+from tlt_jax.train.step_metrics import Stopwatch
 from tlt_jax.train.trainer import Rolled, Trainer
 
 FROZEN = "frozen"  # stands for the directory of a drafter that is not trained

@@ -5,8 +5,9 @@ It learns on idle data groups during a rollout, and from the packed rows of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -24,11 +25,10 @@ from tlt_jax.drafter.recipe import DrafterState, Recipe, idle_recipe
 from tlt_jax.drafter.replay import Replay, ReplayConfig
 from tlt_jax.drafter.step_training import StepTraining
 from tlt_jax.drafter.update import Copies, MicroStep
-from tlt_jax.errors import ConfigError
 from tlt_jax.metrics import GroupSeconds, group_seconds
 from tlt_jax.models import drafter as drafters, hf_drafter
 from tlt_jax.models.architecture import Params
-from tlt_jax.models.drafter import DrafterConfig, DrafterParams
+from tlt_jax.models.drafter import DrafterParams
 from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.executables.programs import Program
 from tlt_jax.rollout.recorder import Completion, RolloutResult
@@ -45,36 +45,31 @@ if TYPE_CHECKING:
 DETERMINISTIC_SHARE = 0.05  # what drafter_training.share auto is where no clock takes part
 WINDOW = 512  # most tokens of a finished sequence that are stored together
 WIDTH_MULTIPLE = 16  # of a window
+REPLAY_BYTES, REPLAY_WINDOWS = (
+    512 * 2**20,
+    8,
+)  # of a data group's replay buffer: its size, and the fewest windows
 HELD_OUT = 8  # every 8th sequence is held out from training, to measure on
 
 
 def replay_config(config: Config, recipe: Recipe) -> ReplayConfig:
-    """The replay buffer of each data group. Raises ConfigError when one window exceeds idle_training.replay_mib."""
-    knobs, longest = config.idle_training, packing.longest(config)
-    width = min(WINDOW, -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
+    """The replay buffer of each data group: REPLAY_BYTES, and at least REPLAY_WINDOWS windows."""
+    width = min(WINDOW, -(-packing.longest(config) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
     numbers = (len(recipe.drafter.captures) + 1) * recipe.model.hidden_size  # features and states
-    mib = width * numbers * np.dtype(recipe.compute_dtype).itemsize / 2**20
-    if mib > knobs.replay_mib:
-        raise ConfigError(
-            f"idle_training.replay_mib {knobs.replay_mib}: a window of {width} tokens takes {mib:.1f} MiB: raise it"
-        )
-    return ReplayConfig(
-        width=width,
-        max_bytes=knobs.replay_mib * 2**20,
-        seed=config.train.seed,
-        held_out=HELD_OUT,
-    )
+    window = width * numbers * np.dtype(recipe.compute_dtype).itemsize
+    most = max(REPLAY_BYTES, REPLAY_WINDOWS * window)
+    return ReplayConfig(width=width, max_bytes=most, seed=config.train.seed, held_out=HELD_OUT)
 
 
 def create(
     config: Config,
     recipe: Recipe,
     start: DrafterParams | None = None,
-    answers: Sequence[Completion] = (),
+    texts: Iterable[np.ndarray] = (),
 ) -> DrafterState:
     """The drafter before its first update: `start`, or a new one.
 
-    The draft vocabulary of a new one, if smaller than the policy's, has the most frequent tokens of the answers;
+    The draft vocabulary of a new one, if smaller than the policy's, has the most frequent tokens of the texts, int[T] each;
     ties go to the lower ids.
     """
     drafter, dtype = recipe.drafter, config.model.param_dtype
@@ -82,7 +77,6 @@ def create(
         return drafter_recipe.create(start, recipe)
     ids = None
     if not drafter.has_full_vocab:
-        texts = (one.tokens for one in answers)
         ids = drafters.frequent_ids(texts, drafter.draft_vocab_size, recipe.model.vocab_size)
     init_key = keys.stream_key(config.train.seed, keys.DRAFTER_WEIGHTS)
     return drafter_recipe.create(drafters.init(drafter, recipe.mesh, init_key, dtype, ids), recipe)
@@ -105,22 +99,25 @@ def idle_metrics(rollout: RolloutResult, groups: Sequence[GroupSeconds]) -> dict
 
 
 def export(
-    config: Config,
-    drafter: DrafterConfig,
-    params: DrafterParams,
+    directory: Path,
+    dtype: str,
+    recipe: Recipe,
+    state: DrafterState,
     acceptance: Sequence[float],
-    step: int,
-) -> None:
-    """Writes the drafter after a step to its directory in the run folder."""
-    dtype = config.model.param_dtype
+    made_from: Mapping[str, Any] | None = None,
+    is_owner: bool | None = None,
+) -> str:
+    """Writes the drafter's directory, with weights of `dtype`; what serving engines cannot load it, "" if all can.
+
+    `acceptance`: by depth; `is_owner`: whether this process writes what is not sharded, by default process 0.
+    """
     atomic.write_directory(
-        run_folder.drafter_export(config),
-        lambda at: hf_drafter.save(params, drafter, at, dtype, acceptance),
-        jax.process_index() == 0,
-        run_folder.of_step(step),
+        directory,
+        lambda at: hf_drafter.save(state.params, recipe.drafter, at, dtype, acceptance),
+        jax.process_index() == 0 if is_owner is None else is_owner,
+        made_from,
     )
-    if caveat := hf_drafter.caveat(drafter):
-        print(caveat)
+    return hf_drafter.caveat(recipe.drafter)
 
 
 class Learned(NamedTuple):
@@ -161,7 +158,7 @@ def on_devices(config: Config, engine: Engine) -> LearningParts:
         Copies(recipe, groups),
         {index: Replay(replay, index, mesh) for index, mesh in groups.items()},
         partial(MicroStep, recipe=recipe),
-        lambda answers: create(config, recipe, answers=answers),
+        lambda answers: create(config, recipe, texts=(one.tokens for one in answers)),
         partial(step_training.learn, recipe),
     )
 
@@ -300,9 +297,10 @@ class DrafterLearning:
     def export(self, state: RunState) -> None:
         """Writes the drafter's directory, if there is a drafter."""
         if state.drafter:
-            export(
-                self.config, self.recipe.drafter, state.drafter.params, self.idle.known_depths, state.step,
-            )  # fmt: skip
+            directory, dtype = run_folder.drafter_export(self.config), self.config.model.param_dtype
+            depths, made_from = self.idle.known_depths, run_folder.of_step(state.step)
+            if caveat := export(directory, dtype, self.recipe, state.drafter, depths, made_from):
+                print(caveat)
 
 
 def is_untrained(drafter: DrafterState | None) -> bool:

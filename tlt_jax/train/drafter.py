@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
-from tlt_jax import atomic, cli, keys, run_folder
+from tlt_jax import atomic, cli, run_folder
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
 from tlt_jax.config import Config, load as configuration, parse
@@ -23,17 +22,15 @@ from tlt_jax.data.prompt_format import Encoder
 from tlt_jax.distributed.process import Preemption
 from tlt_jax.drafter import (
     corpus,
-    recipe as drafter_recipe,
     update as drafter_update,
 )
 from tlt_jax.drafter.recipe import DrafterState, Recipe, recipe_of
 from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import Writer, check_trackers
-from tlt_jax.models import drafter as drafters, from_config, hf_drafter
-from tlt_jax.models.architecture import ModelConfig, Params
-from tlt_jax.models.drafter import DrafterConfig, DrafterParams
+from tlt_jax.models import from_config, hf_drafter
+from tlt_jax.models.architecture import Params
 from tlt_jax.optimizer import MAX_NONFINITE
-from tlt_jax.train import run_state, sft
+from tlt_jax.train import adaptive, run_state, sft
 from tlt_jax.train.run_state import RunState
 from tlt_jax.train.setup import Setup
 
@@ -42,14 +39,6 @@ LOG_EVERY = 25  # steps between log lines, and the most steps in flight on the d
 ABOUT = f"""{cli.COMMANDS["drafter"].about}
 Everything goes to the folder {run_folder.DRAFTER} of the run; the drafter itself to
 {run_folder.DRAFTER}/{run_folder.EXPORT}, as SGLang and vLLM load it (an EAGLE drafter of a Qwen2 policy only SGLang)."""
-
-
-class Session(NamedTuple):
-    """Where a training run writes, and the check whether it must stop."""
-
-    store: Store
-    writer: Writer
-    interrupted: Callable[[], bool]
 
 
 def train(config: Config) -> int:
@@ -89,10 +78,19 @@ def train(config: Config) -> int:
                 return PREEMPTED
             recipe, state = begin(setup, examples, store, resumed)
             rows = corpus.PackedCorpus(examples, config)
-            session = Session(store, writer, preempted)
-            state, acceptance, code = train_drafter(config, recipe, state, params, rows, session)
+            state, acceptance, code = train_drafter(
+                config, recipe, state, params, rows, store, writer, preempted
+            )
         if code == DONE:
-            write(config, recipe, state, acceptance)
+            directory, dtype, step = (
+                run_folder.export(config),
+                config.model.param_dtype,
+                int(state.step),
+            )
+            made_from = of_step(step)
+            if caveat := adaptive.export(directory, dtype, recipe, state, acceptance, made_from):
+                print(f"{directory}: {caveat}")
+            print(f"{directory}: the drafter after {step} steps")
     return code
 
 
@@ -132,34 +130,21 @@ def gather(setup: Setup, params: Params, interrupted: Callable[[], bool]) -> lis
 def begin(
     setup: Setup, examples: list[Example], store: Store, resumed: int | None
 ) -> tuple[Recipe, DrafterState]:
-    """The recipe, and the initial state: from the checkpoint, from drafter_training.start, or new."""
-    config, model, mesh = setup.config, setup.model, setup.mesh
-    drafter, params = initial_drafter(config, model, mesh, examples)
-    recipe = recipe_of(config, model, drafter, mesh)
-    if resumed is not None:
-        return recipe, run_state.restore(store, run_state.abstract(resumed, drafter=recipe)).drafter
-    return recipe, drafter_recipe.create(params, recipe)
-
-
-def initial_drafter(
-    config: Config, model: ModelConfig, mesh: Mesh, examples: list[Example]
-) -> tuple[DrafterConfig, DrafterParams]:
-    """The drafter to start from: that of drafter_training.start, or a new one.
+    """The recipe, and the initial state: from the checkpoint, from drafter_training.start, or new.
 
     The draft vocabulary of a new one has the most frequent tokens of the texts.
     """
-    start, dtype = config.drafter_training.start, config.model.param_dtype
-    if start:
+    config, model, mesh, start = setup.config, setup.model, setup.mesh, None
+    if path := config.drafter_training.start:
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        directory = Path(parse.expand(start, "drafter_training.start"))
-        return hf_drafter.load(directory, model, mesh, dtype, longest)
-    drafter = from_config.new_drafter_config(config, model)
-    ids = None
-    if not drafter.has_full_vocab:
-        answers = (example.answer for example in examples)
-        ids = drafters.frequent_ids(answers, drafter.draft_vocab_size, model.vocab_size)
-    init_key = keys.stream_key(config.train.seed, keys.DRAFTER_WEIGHTS)
-    return drafter, drafters.init(drafter, mesh, init_key, dtype, ids)
+        directory = Path(parse.expand(path, "drafter_training.start"))
+        drafter, start = hf_drafter.load(directory, model, mesh, config.model.param_dtype, longest)
+    else:
+        drafter = from_config.new_drafter_config(config, model)
+    recipe = recipe_of(config, model, drafter, mesh)
+    if resumed is not None:
+        return recipe, run_state.restore(store, run_state.abstract(resumed, drafter=recipe)).drafter
+    return recipe, adaptive.create(config, recipe, start, (one.answer for one in examples))
 
 
 def train_drafter(
@@ -168,15 +153,17 @@ def train_drafter(
     state: DrafterState,
     params: Params,
     rows: corpus.PackedCorpus,
-    session: Session,
+    store: Store,
+    writer: Writer,
+    interrupted: Callable[[], bool],
 ) -> tuple[DrafterState, list[float], int]:
     """The state after the last step run, the acceptance by depth (empty if nothing was measured), and the exit code."""
     acceptance: list[float] = []
     update, steps = drafter_update.program(recipe), config.drafter_training.steps
     begin, tokens, reported, step = time.perf_counter(), 0, int(state.step), int(state.step)
     while step < steps:
-        if session.interrupted():
-            run_state.save(session.store, RunState(step, drafter=state))
+        if interrupted():
+            run_state.save(store, RunState(step, drafter=state))
             return state, acceptance, PREEMPTED
         batch = rows.batch(step)
         tokens += int(batch.is_answer.sum())
@@ -184,53 +171,21 @@ def train_drafter(
         step += 1
         if step % LOG_EVERY == 0 or step == steps:
             metrics = jax.device_get(metrics)
-            acceptance = drafter_update.depths(metrics)
-            report(
-                session.writer,
-                step,
-                metrics,
-                tokens,
-                step - reported,
-                time.perf_counter() - begin,
-            )
+            acceptance, seconds = drafter_update.depths(metrics), time.perf_counter() - begin
+            found = {name: float(value) for name, value in metrics.items() if name != "tokens"}
+            values = {f"drafter/{name}": value for name, value in found.items()}
+            speed = tokens / seconds
+            writer.scalars(step, values | {"drafter/tokens_per_second": speed})
+            pace = {"perf/tokens_per_second": speed, "timing_s/step": seconds / (step - reported)}
+            writer.progressed(step, values | pace)
             if int(state.skips) >= MAX_NONFINITE:
                 print(f"error: step {step}: {int(state.skips)} updates in a row were not finite: lower "
                       "drafter_training.learning_rate", file=sys.stderr)  # fmt: skip
                 return state, acceptance, DIVERGED
             begin, tokens, reported = time.perf_counter(), 0, step
         if run_state.is_due(config, step, steps):
-            run_state.save(session.store, RunState(step, drafter=state))
+            run_state.save(store, RunState(step, drafter=state))
     return state, acceptance, DONE
-
-
-def report(
-    writer: Writer, step: int, metrics: dict, tokens: int, steps: int, seconds: float
-) -> None:
-    """Logs the metrics of the newest step, and the speed since the last report, `steps` earlier."""
-    values = {
-        f"drafter/{name}": float(value) for name, value in metrics.items() if name != "tokens"
-    }
-    writer.scalars(step, values | {"drafter/tokens_per_second": tokens / seconds})
-    writer.progressed(
-        step,
-        values | {"perf/tokens_per_second": tokens / seconds, "timing_s/step": seconds / steps},
-    )
-
-
-def write(config: Config, recipe: Recipe, state: DrafterState, acceptance: Sequence[float]) -> None:
-    """Writes the drafter's directory; prints its path, and which serving engines cannot load it."""
-    directory = run_folder.export(config)
-    is_owner, dtype = jax.process_index() == 0, config.model.param_dtype
-    atomic.write_directory(
-        directory,
-        lambda at: hf_drafter.save(state.params, recipe.drafter, at, dtype, acceptance),
-        is_owner,
-        of_step(int(state.step)),
-    )
-    caveat = hf_drafter.caveat(recipe.drafter)
-    if caveat:
-        print(f"{directory}: {caveat}")
-    print(f"{directory}: the drafter after {int(state.step)} steps")
 
 
 def main() -> int:

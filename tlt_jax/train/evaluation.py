@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,11 +17,10 @@ from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError, Interrupted
 from tlt_jax.keys import EVAL_STREAM
-from tlt_jax.metrics.evaluations import Judged
+from tlt_jax.metrics.evaluations import Record
 from tlt_jax.rewards import Score, Scorer
 from tlt_jax.rollout import exchange
-from tlt_jax.rollout.recorder import LENGTH, Completion, RolloutResult
-from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.rollout.recorder import LENGTH, Completion
 from tlt_jax.spec_decode.interface import Sampling
 from tlt_jax.tuner.interface import EVALUATION, TRAINING, State as TunerState
 
@@ -34,7 +33,7 @@ class Evaluated(NamedTuple):
 
     metrics: dict[str, float]
     tuner: TunerState
-    answers: list[Judged]
+    answers: list[Record]
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Evaluator:
         The tuner learns the acceptance of drafts in evaluations from evaluations alone, and in training from training; it
         learns the cost of programs from both. Raises ConfigError for an empty split, DataError, and Interrupted.
         """
-        prompts, engine = self.dataset.part(split), self.engine
+        prompts, engine, settings = self.dataset.part(split), self.engine, self.config.eval
         texts: dict[int, str] = {}
         if not prompts:
             raise ConfigError(
@@ -75,25 +74,7 @@ class Evaluator:
             texts[answer.uid] = submit(self.scorer, self.tokenizer, prompts[answer.prompt], answer)
 
         tuner = engine.tuner.switched(engine.tuner.init() if tuner is None else tuner, EVALUATION)
-        rollout, learned = engine.run(
-            self.request(prompts, evaluations_left),
-            weights,
-            tuner,
-            on_finish=finished,
-            interrupted=interrupted,
-            wanted=exchange.nothing,
-        )
-        scores = collected(engine.job, self.scorer, interrupted or (lambda: False))
-        texts, answers = told_first(engine.job, texts), []
-        if engine.job.is_first:
-            answers = judged(split, prompts, rollout, scores, texts, self.config.eval.correct_at)
-        tuner = engine.tuner.switched(learned, TRAINING)
-        return Evaluated(self.metrics(rollout, scores, ks), tuner, answers)
-
-    def request(self, prompts: Sequence[Prompt], evaluations_left: int) -> RolloutRequest:
-        """eval.samples answers to each prompt of the split."""
-        settings = self.config.eval
-        return self.engine.request(
+        request = engine.request(
             [prompt.tokens for prompt in prompts],
             settings.samples,
             Sampling.of(settings),
@@ -102,15 +83,29 @@ class Evaluator:
             step=0,
             rollouts_left=evaluations_left,
         )
-
-    def metrics(
-        self, rollout: RolloutResult, scores: Mapping[int, Score], ks: Sequence[int] = ()
-    ) -> dict[str, float]:
-        """The metrics eval/mean@k, eval/pass@k and eval/response_length/* of scored answers."""
-        settings, answers = self.config.eval, rollout.completions
-        values = np.array([scores[answer.uid].value for answer in answers])
-        scored = summarize(values.reshape(-1, settings.samples), settings.correct_at, ks)
-        return scored | length_metrics(answers)
+        rollout, learned = engine.run(
+            request, weights, tuner, on_finish=finished, interrupted=interrupted, wanted=exchange.nothing
+        )  # fmt: skip
+        scores = collected(engine.job, self.scorer, interrupted or (lambda: False))
+        texts, answers = told_first(engine.job, texts), []
+        if engine.job.is_first:
+            answers = [
+                record(
+                    prompts, one, scores[one.uid], texts[one.uid], split=split, sample=one.sample,
+                    is_correct=is_at_least(scores[one.uid].value, settings.correct_at),
+                )
+                for one in rollout.completions
+            ]  # fmt: skip
+        tuner = engine.tuner.switched(learned, TRAINING)
+        values = np.array([scores[one.uid].value for one in rollout.completions])
+        lengths = np.array([len(one.tokens) for one in rollout.completions])
+        cut = np.mean([one.finish == LENGTH for one in rollout.completions])
+        metrics = summarize(values.reshape(-1, settings.samples), settings.correct_at, ks) | {
+            "eval/response_length/mean": float(lengths.mean()),
+            "eval/response_length/max": float(lengths.max()),
+            "eval/response_length/clip_ratio": float(cut),
+        }
+        return Evaluated(metrics, tuner, answers)
 
 
 def is_due(config: Config, step: int, steps: int) -> bool:
@@ -149,32 +144,16 @@ def submit(scorer: Scorer, tokenizer: Any, prompt: Prompt, answer: Completion) -
     return text
 
 
-def judged(
-    split: str,
-    prompts: Sequence[Prompt],
-    rollout: RolloutResult,
-    scores: Mapping[int, Score],
-    texts: Mapping[int, str],
-    correct_at: float,
-) -> list[Judged]:
-    """The answers of an evaluation with their scores, by row and sample."""
-    return [
-        Judged(
-            split=split,
-            id=prompts[answer.prompt].id,
-            sample=answer.sample,
-            prompt=prompts[answer.prompt].text,
-            completion=texts[answer.uid],
-            reference=str(prompts[answer.prompt].row["answer"]),
-            reward=scores[answer.uid].value,
-            is_correct=is_at_least(scores[answer.uid].value, correct_at),
-            length=len(answer.tokens),
-            finish=answer.finish,
-            parts=scores[answer.uid].parts,
-            failure=scores[answer.uid].failure,
-        )
-        for answer in rollout.completions
-    ]
+def record(
+    prompts: Sequence[Prompt], answer: Completion, score: Score, text: str, **own: Any
+) -> Record:
+    """An answer to one of the prompts, with its score; `own`: what only a step, or only an evaluation says of it."""
+    prompt = prompts[answer.prompt]
+    return Record(
+        **{"uid": None} | own, prompt=prompt.text, completion=text, reward=score.value, length=len(answer.tokens),
+        finish=answer.finish, parts=score.parts, failure=score.failure, id=prompt.id,
+        reference=str(prompt.row["answer"]),
+    )  # fmt: skip
 
 
 def summarize(scores: np.ndarray, correct_at: float, ks: Sequence[int] = ()) -> dict[str, float]:
@@ -190,18 +169,6 @@ def summarize(scores: np.ndarray, correct_at: float, ks: Sequence[int] = ()) -> 
     return means | {
         f"eval/pass@{k}": float(np.mean([pass_at_k(samples, int(c), k) for c in correct]))
         for k in ks or powers
-    }
-
-
-def length_metrics(answers: Sequence[Completion]) -> dict[str, float]:
-    """eval/response_length/*: mean and max in tokens, and the share cut at the length limit."""
-    lengths = np.array([len(answer.tokens) for answer in answers])
-    return {
-        "eval/response_length/mean": float(lengths.mean()),
-        "eval/response_length/max": float(lengths.max()),
-        "eval/response_length/clip_ratio": float(
-            np.mean([answer.finish == LENGTH for answer in answers])
-        ),
     }
 
 

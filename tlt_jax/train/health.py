@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -99,24 +99,28 @@ def filtered(config: Config) -> str:
     )
 
 
-def failures(scores: Mapping[int, Score]) -> str:
-    """Number of failed rewards of a step, and why the first failed; empty when none failed."""
-    failed = [score for _, score in sorted(scores.items()) if score.failure]
-    if not failed:
-        return ""
-    first = failed[0]
-    return (
-        f"{len(failed)} of {len(scores)} rewards failed; the first: {first.failure}: {first.detail}"
-    )
-
-
-def skipped(updates: Sequence[Mapping[str, float]]) -> str:
-    """Number of optimizer steps of a step that were not finite, and so changed nothing; empty when all were finite."""
-    count = sum(
+def remarks_of_step(
+    scores: Mapping[int, Score], updates: Sequence[Mapping[str, float]]
+) -> Iterator[str]:
+    """What a step says of failed rewards, and of optimizer steps that were not finite or had nothing to learn from."""
+    if failed := [score for _, score in sorted(scores.items()) if score.failure]:
+        first = f"the first: {failed[0].failure}: {failed[0].detail}"
+        yield f"{len(failed)} of {len(scores)} rewards failed; {first}"
+    empty = [update for update in updates if update[EMPTY]]
+    skipped = sum(
         not update[EMPTY] and not all(map(math.isfinite, (update["loss"], update["grad_norm"])))
         for update in updates
     )
-    return f"{count} of {len(updates)} updates were skipped: not finite" if count else ""
+    without = sum(not update[TOKENS] for update in empty)
+    cut = "all of their answers were cut at rollout.max_new_tokens (algorithm.overlong filtered) or not finite"
+    alike = "their gradient is 0, as where the rewards of every group are equal"
+    for count, reason in (
+        (skipped, "skipped: not finite"),
+        (without, f"left out: {cut}"),
+        (len(empty) - without, f"left out: {alike}"),
+    ):
+        if count:
+            yield f"{count} of {len(updates)} updates were {reason}"
 
 
 def remarks(metrics: Mapping[str, Series], applied: int, skips: int) -> list[str]:
@@ -135,18 +139,3 @@ def remarks(metrics: Mapping[str, Series], applied: int, skips: int) -> list[str
     if not applied:
         found.append("no update: the policy is the start policy")
     return found
-
-
-def left_out(updates: Sequence[Mapping[str, float]]) -> str:
-    """Number of optimizer steps of a step that had nothing to learn from, and why; empty when all had something."""
-    empty = [update for update in updates if update[EMPTY]]
-    without = sum(not update[TOKENS] for update in empty)
-    why = {
-        "all of their answers were cut at rollout.max_new_tokens (algorithm.overlong filtered) or not finite": without,
-        "their gradient is 0, as where the rewards of every group are equal": len(empty) - without,
-    }
-    return "; ".join(
-        f"{count} of {len(updates)} updates were left out: {reason}"
-        for reason, count in why.items()
-        if count
-    )

@@ -19,11 +19,10 @@ from tlt_jax.metrics import NoWriter, Writer
 from tlt_jax.metrics.run import open_run
 from tlt_jax.models import hf
 from tlt_jax.rewards import Scorer
-from tlt_jax.train import health, startup
-from tlt_jax.train.accounts import Stopwatch
+from tlt_jax.train import health, run_state, startup
 from tlt_jax.train.setup import frozen
 from tlt_jax.train.startup import Run
-from tlt_jax.train.step_metrics import Profiler
+from tlt_jax.train.step_metrics import Profiler, Stopwatch
 from tlt_jax.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -54,7 +53,10 @@ def train(config: Config, watching: Watch | None = None) -> int:
     ):
         watching.alive("resume")
         if setup.job.decided(startup.is_finished(config, store, run.steps)):
-            say_finished(run, store)
+            if setup.job.is_first:
+                print(
+                    f"{config.run} is finished: it has all {store.latest()} steps. Another run needs another folder."
+                )
             return DONE
 
         def interrupted() -> bool:
@@ -92,7 +94,9 @@ def started(
     Raises CheckpointError; Interrupted, which is said, when the warm start was.
     """
     config, programs = run.config, startup.update_programs(run)
-    state, policy = startup.resume(run, store), None
+    drafter = run.drafter.recipe if run.drafter else None
+    state = run_state.resume(store, run.recipe, drafter, run.engine.tuner, run.engine.basis)
+    policy = None
     resumed = None if state is None else state.step
     evaluates = resumed is not None and startup.lacks_evaluation(config, store, resumed, run.steps)
     with (
@@ -123,14 +127,6 @@ def started(
         del state, policy  # the trainer replaces them: nothing else may hold their arrays
         watch.lap()  # the seconds of the start belong to no step
         yield trainer
-
-
-def say_finished(run: Run, store: Store) -> None:
-    """Says that there is nothing left to train."""
-    if run.job.is_first:
-        print(
-            f"{run.config.run} is finished: it has all {store.latest()} steps. Another run needs another folder."
-        )
 
 
 def export(trainer: Trainer) -> None:

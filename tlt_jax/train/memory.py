@@ -155,13 +155,19 @@ def fitted(config: Config, recipe: Recipe, drafter: DrafterConfig | None, job: J
     return within(config, recipe, drafter, int(job.told(device_memory(recipe.mesh))))
 
 
-def within(config: Config, recipe: Recipe, drafter: DrafterConfig | None, limit: int) -> Recipe:
-    """The recipe; with model.remat auto its layers keep what `limit` bytes of a device allow (`chosen_levels`)."""
+def within(
+    config: Config, recipe: Recipe, drafter: DrafterConfig | None, limit: int, missed: int = 0
+) -> Recipe:
+    """With model.remat auto, the recipe whose layers keep as much as `limit` bytes of a device allow.
+
+    A function of the configuration and of the whole GiB of the limit, so that a run repeats and resumes with the same
+    programs. It rests on shapes (`estimate`), and on `missed` bytes by which these were too low.
+    """
     if config.model.remat != AUTO:
         return recipe
-    return replace(
-        recipe, remat=chosen_levels(config, recipe, held(config, recipe, drafter), limit)
-    )
+    kept, rest = estimate(config, recipe)
+    free = (1 - SPARE) * whole(limit) - held(config, recipe, drafter) - missed - rest
+    return replace(recipe, remat=levels(kept, recipe.model.num_layers, free))
 
 
 def corrected(
@@ -169,19 +175,23 @@ def corrected(
 ) -> Recipe:
     """The recipe of `fitted` once its accumulation step is compiled, with `needed` bytes of temporaries.
 
-    Where these do not fit, layers keep less (`corrected_levels`), which is logged. All processes call this alike, and follow
-    the numbers of process 0.
+    Where these do not fit, layers keep less, by what the estimate missed, which is logged. All processes call this alike,
+    and follow the numbers of process 0.
     """
     limit, needed = int(job.told(device_memory(recipe.mesh))), int(job.told(needed))
     arrays = held(config, recipe, drafter)
-    levels = corrected_levels(config, recipe, arrays, limit, needed)
-    if levels != recipe.remat and job.is_first:
+    if arrays + needed <= (1 - FRAGMENTS) * whole(limit):
+        return recipe
+    kept, rest = estimate(config, recipe)
+    missed = needed - rest - sum(kept[level] for level in recipe.remat)
+    found = within(config, recipe, drafter, limit, max(missed, 0))
+    if found != recipe and job.is_first:
         log.info(
             "model.remat auto: the update needs %.2f GiB of temporaries beside %.2f GiB, and a device has %.2f GiB: it is "
             "compiled again with %s",
-            needed / GIB, arrays / GIB, limit / GIB, remats.spell(levels),
+            needed / GIB, arrays / GIB, limit / GIB, remats.spell(found.remat),
         )  # fmt: skip
-    return replace(recipe, remat=levels)
+    return found
 
 
 def held(config: Config, recipe: Recipe, drafter: DrafterConfig | None) -> int:
@@ -258,28 +268,6 @@ def advice(kinds: dict[str, int]) -> str:
     return f"the largest are the {largest}: change {KNOBS[largest]}"
 
 
-def chosen_levels(config: Config, recipe: Recipe, held: int, limit: int) -> Remat:
-    """The levels with which layers keep as much as `limit` bytes of a device allow, beside `held` bytes of other arrays.
-
-    A function of the configuration and of the whole GiB of the limit, so that a run repeats and resumes with the same
-    programs. It rests on shapes (`estimate`).
-    """
-    kept, rest = estimate(config, recipe)
-    return levels(kept, recipe.model.num_layers, (1 - SPARE) * whole(limit) - held - rest)
-
-
-def corrected_levels(config: Config, recipe: Recipe, held: int, limit: int, needed: int) -> Remat:
-    """The levels once the program with those of the recipe is compiled, and its temporaries are `needed` bytes.
-
-    Those of the recipe if they fit; else what `chosen_levels` gives when the estimate is higher by what it missed.
-    """
-    if held + needed <= (1 - FRAGMENTS) * whole(limit):
-        return recipe.remat
-    kept, rest = estimate(config, recipe)
-    missed = needed - rest - sum(kept[level] for level in recipe.remat)
-    return chosen_levels(config, recipe, held + max(missed, 0), limit)
-
-
 def whole(limit: int) -> int:
     """Whole GiB of a device's bytes, so that some bytes less change nothing; of less than one GiB all."""
     return limit // GIB * GIB if limit >= GIB else limit
@@ -291,18 +279,40 @@ def estimate(config: Config, recipe: Recipe) -> tuple[dict[str, int], int]:
     Those are the layers' inputs, and the larger of the temporaries of the head and of one layer; beside the layer's lie the
     head's gradient, and what adapters add to the layer's products.
     """
-    tokens = packing.rows(config) // recipe.mesh.shape["data"], packing.row_tokens(config)
-    kept = layer_bytes(recipe, *tokens)
+    model, mesh, parts = recipe.model, recipe.mesh, recipe.mesh.shape["model"]
+    rows, length = packing.rows(config) // mesh.shape["data"], packing.row_tokens(config)
+    kept, tokens = layer_bytes(recipe, rows, length), rows * length
     itemsize = jnp.dtype(recipe.compute_dtype).itemsize
-    inputs = recipe.model.num_layers * tokens[0] * tokens[1] * recipe.model.hidden_size * itemsize
+    inputs = model.num_layers * tokens * model.hidden_size * itemsize
     layer = kept[NONE]
-    if not is_cpu(recipe.mesh):
+    if not is_cpu(mesh):
         layer = 2 * kept[PRODUCTS]  # and their gradients: XLA fuses what lies between
         # Reading back what NONE keeps takes longer than computing norms and activations again. On CPUs the times are equal.
         kept = {level: size for level, size in kept.items() if level != NONE}
-    layer += weight_bytes(recipe) + head_gradient_bytes(recipe)
-    layer += change_bytes(recipe, tokens[0] * tokens[1])
-    return kept, inputs + max(layer, head_bytes(recipe))
+
+    def count(weights: Any) -> int:
+        """Numbers of a layer on one device."""
+        sizes = (math.prod(weight.shape[1:]) for weight in jax.tree.leaves(weights))
+        return sum(sizes) // parts
+
+    # The gathered weights in the compute dtype, the gradient in float32 before it is added, and the adapters' results.
+    weights, adapters, width = count(architecture.weights(model, 1).layers), 0, 0
+    if recipe.lora:
+        trained = lora.weights(recipe.lora, model, 1)
+        adapters = count(trained)
+        width = sum(one.b.shape[1] for one in trained.present.values()) // parts
+    layer += (weights + adapters) * itemsize + (adapters or weights) * 4 + tokens * width * itemsize
+
+    vocab = architecture.padded_vocab(model, parts)
+    if (
+        not recipe.lora
+    ):  # the head's gradient, made before those of the layers and added to the sums after them
+        numbers = vocab * model.hidden_size
+        layer += numbers * jnp.dtype(recipe.param_dtype).itemsize // mesh.size
+    # A copy of the head in the compute dtype, its gradient in float32, and two more arrays of logits of a chunk.
+    vocab, gradient = vocab // parts, 0 if recipe.lora else 4
+    head = vocab * model.hidden_size * (itemsize + gradient) + 2 * recipe.logits_chunk * vocab * 4
+    return kept, inputs + max(layer, head)
 
 
 def levels(kept: Mapping[str, int], layers: int, free: float) -> Remat:
@@ -365,47 +375,3 @@ def layer_bytes(recipe: Recipe, rows: int, tokens: int) -> dict[str, int]:
 
     least = size(FULL)  # input and weights
     return {level: size(level) - least for level in (NONE, PRODUCTS, ATTENTION)} | {FULL: 0}
-
-
-def weight_bytes(recipe: Recipe) -> int:
-    """Bytes of a layer's gathered weights in the compute dtype, and of its gradient in float32 before it is added."""
-
-    def count(weights: Any) -> int:
-        """Numbers of a layer on one device."""
-        sizes = (math.prod(weight.shape[1:]) for weight in jax.tree.leaves(weights))
-        return sum(sizes) // recipe.mesh.shape["model"]
-
-    layers = count(architecture.weights(recipe.model, 1).layers)
-    adapters = count(lora.weights(recipe.lora, recipe.model, 1)) if recipe.lora else 0
-    itemsize = jnp.dtype(recipe.compute_dtype).itemsize
-    return (layers + adapters) * itemsize + (adapters or layers) * 4
-
-
-def change_bytes(recipe: Recipe, tokens: int) -> int:
-    """Bytes of the adapters' results in one layer, which are added to the products of the base."""
-    if not recipe.lora:
-        return 0
-    adapters = lora.weights(recipe.lora, recipe.model, 1).present.values()
-    width = sum(one.b.shape[1] for one in adapters) // recipe.mesh.shape["model"]
-    return tokens * width * jnp.dtype(recipe.compute_dtype).itemsize
-
-
-def head_gradient_bytes(recipe: Recipe) -> int:
-    """Bytes of the head's gradient, which is made before those of the layers, and added to the sums after them.
-
-    The head of a base has none.
-    """
-    if recipe.lora:
-        return 0
-    vocab = architecture.padded_vocab(recipe.model, recipe.mesh.shape["model"])
-    whole = vocab * recipe.model.hidden_size * jnp.dtype(recipe.param_dtype).itemsize
-    return whole // recipe.mesh.size
-
-
-def head_bytes(recipe: Recipe) -> int:
-    """Bytes of a copy of the head in the compute dtype, its gradient in float32, and two more arrays of logits of a chunk."""
-    parts = recipe.mesh.shape["model"]
-    vocab = architecture.padded_vocab(recipe.model, parts) // parts
-    gradient = 0 if recipe.lora else 4
-    copy = vocab * recipe.model.hidden_size * (jnp.dtype(recipe.compute_dtype).itemsize + gradient)
-    return copy + 2 * recipe.logits_chunk * vocab * 4

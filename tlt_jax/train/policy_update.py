@@ -261,8 +261,13 @@ def with_logprobs(rows: PackedRows, logprobs: Float[Array, "R T"]) -> PackedRows
 
 
 def empty(params: Params, rows: PackedRows, recipe: Recipe) -> Sums:
-    """Zero sums, before the first accumulation step. Raises ValueError as `check` does."""
-    check(rows, recipe)
+    """Zero sums, before the first accumulation step. Raises ValueError when the rows lack log-probs that the loss needs."""
+    algorithm = recipe.algorithm
+    if algorithm.kl_coef and rows.reference_logprobs is None:
+        raise ValueError(f"kl_coef {algorithm.kl_coef} needs rows.reference_logprobs: give them")
+    if algorithm.importance != NONE and rows.rollout_logprobs is None:
+        needs = f"importance {algorithm.importance} needs rows.rollout_logprobs"
+        raise ValueError(f"{needs}: give them")
     value, (totals, maxima) = jax.eval_shape(partial(loss, recipe=recipe), params, rows)
     sums = Sums(optimizer.widen(lora.parted(params)[0]), value, totals, maxima)
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums)
@@ -321,17 +326,6 @@ def apply(
         **means,
         **sums.maxima,
     }
-
-
-def check(rows: PackedRows, recipe: Recipe) -> None:
-    """Raises ValueError when the rows lack log-probs that the loss needs."""
-    algorithm = recipe.algorithm
-    if algorithm.kl_coef and rows.reference_logprobs is None:
-        raise ValueError(f"kl_coef {algorithm.kl_coef} needs rows.reference_logprobs: give them")
-    if algorithm.importance != NONE and rows.rollout_logprobs is None:
-        raise ValueError(
-            f"importance {algorithm.importance} needs rows.rollout_logprobs: give them"
-        )
 
 
 def score(params: Params, rows: PackedRows, recipe: Recipe) -> Float[Array, "R T"]:

@@ -95,25 +95,20 @@ def restore(
 ) -> RunState:
     """The state of the checkpoint of `like.step`, with the shardings of `like`.
 
-    Reads every checkpoint format so far. A tuner state of another basis is dropped for an initial
-    one, with a log line. Raises CheckpointError.
+    A tuner state of another basis is dropped for an initial one, with a log line. Raises CheckpointError.
     """
     targets = {"policy": like.policy, "drafter": like.drafter}
     restored = store.restore(
         like.step, {name: item for name, item in targets.items() if item is not None}
     )
-    items, investment = restored.items, Investment.of(restored.meta.get(INVESTMENT))
-    position = restored.meta.get(POSITION)
+    items, meta = restored.items, restored.meta
+    investment, position = Investment.of(meta.get(INVESTMENT)), meta.get(POSITION)
     state = RunState(
-        like.step,
-        items.get("policy"),
-        items.get("drafter"),
-        investment=investment,
-        position=position,
+        like.step, items.get("policy"), items.get("drafter"), None, investment, position
     )
     if tuner is None:
         return state
-    return state.replace(tuner=resumed_tuner(restored.meta.get(TUNER), tuner, basis))
+    return state.replace(tuner=resumed_tuner(meta.get(TUNER), tuner, basis))
 
 
 def resume(
@@ -193,7 +188,12 @@ def policy_or_export(
 
     Raises ConfigError or CheckpointError.
     """
-    exported, newest = exported_step(config), run_folder.newest(config)
+    newest = run_folder.newest(config)
+    try:
+        made_from = json.loads((run_folder.export(config) / atomic.MADE_FROM).read_text("utf-8"))
+        exported = int(made_from["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        exported = None  # the run has exported no policy
     if low_rank.kept_apart(lora.chosen(config.model.lora), config.model.compute_dtype):
         exported = None  # adapters are merged there, and rounded with the base in a rollout
     if exported is not None and (step == str(exported) or step in LATEST and exported >= newest):
@@ -203,29 +203,21 @@ def policy_or_export(
     return chosen, params, run / FOLDER / str(chosen)
 
 
-def exported_step(config: Config) -> int | None:
-    """The step of the policy that the run exported; None without one."""
-    try:
-        made_from = json.loads((run_folder.export(config) / atomic.MADE_FROM).read_text("utf-8"))
-        return int(made_from["step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 def restore_item(config: Config, run: Path, step: str, item: str, target: Any) -> tuple[int, Any]:
     """The step that `step` names (a number, last, latest or best), and its item with the shardings of the target.
 
     Raises ConfigError or CheckpointError when no such checkpoint exists.
     """
     with Store(run, config.checkpoint.keep, config.checkpoint.best_metric, create=False) as store:
-        names = dict.fromkeys(LATEST, store.latest) | {"best": store.best}
-        chosen = names.get(step, lambda: number(step))()
+        if step in (*LATEST, "best"):
+            chosen = store.best() if step == "best" else store.latest()
+        elif step.isdecimal():
+            chosen = int(step)
+        else:
+            raise ConfigError(f"--step {step!r} is neither a number, last nor best")
         if chosen not in store.steps():
-            why = (
-                ""
-                if config.checkpoint.best_metric or step != "best"
-                else " (checkpoint.best_metric is empty)"
-            )
+            is_unset = step == "best" and not config.checkpoint.best_metric
+            why = " (checkpoint.best_metric is empty)" * is_unset
             raise ConfigError(
                 f"--step {step}: {run} has no such checkpoint{why}, only {store.steps() or 'none'}"
             )
@@ -235,10 +227,3 @@ def restore_item(config: Config, run: Path, step: str, item: str, target: Any) -
                 "of the run pays it back, share 1 from the first step on"
             )
         return chosen, store.restore(chosen, {item: target}).items[item]
-
-
-def number(text: str) -> int:
-    """The step as an integer. Raises ConfigError for other text."""
-    if not text.isdecimal():
-        raise ConfigError(f"--step {text!r} is neither a number, last nor best")
-    return int(text)

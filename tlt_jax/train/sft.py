@@ -8,11 +8,10 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,16 +58,27 @@ def warm_start(setup: Setup, writer: Writer, interrupted: Callable[[], bool]) ->
     state = policy_update.create(from_config.load_policy(config, model, mesh), recipe)
     correct = partial(memory.corrected, config, None, setup.job)
     programs = policy_update.corrected_programs(config, recipe, correct)
-    progress = Progress(config.sft.steps, writer)
-    for step in range(config.sft.steps):
+    steps, tokens, began, logged = config.sft.steps, 0, time.perf_counter(), -math.inf
+    for step in range(1, steps + 1):
         if not setup.job.meeting().goes_on(interrupted):
             raise Interrupted("the warm start was interrupted")
-        solutions = setup.dataset.solutions(step, config.sft.batch)
+        solutions = setup.dataset.solutions(step - 1, config.sft.batch)
         batch = batches.solutions(config, recipe, solutions)
-        state, metrics = policy_update.update(programs, state, batch, step)
-        progress.step(step + 1, metrics, sum(len(solution) for _, solution in solutions))
-        if (step + 1) % LOG_EVERY == 0 or step + 1 == config.sft.steps:
-            check(config, state, step + 1)
+        state, metrics = policy_update.update(programs, state, batch, step - 1)
+        tokens += sum(len(solution) for _, solution in solutions)
+        is_written, now = step % LOG_EVERY == 0 or step == steps, time.perf_counter()
+        if not is_written and now - logged <= LOG_EVERY_S:
+            continue  # a step that is not reported waits for no device
+        shown = {name: float(metrics[name]) for name in ("loss", "grad_norm", "lr")}
+        shown["tokens_per_second"] = tokens / (time.perf_counter() - began)
+        logged = now
+        if is_written:
+            writer.scalars(step, {f"sft/{name}": value for name, value in shown.items()})
+        log.info(
+            "warm start %d/%d  loss %.3f  %.0f tokens/s", step, steps, shown["loss"], shown["tokens_per_second"]
+        )  # fmt: skip
+        if is_written:
+            check(config, state, step)
     if cache:
         hf.save_whole(state.params, model, cache, mesh, dtype=config.model.param_dtype)
     return state.params
@@ -96,31 +106,6 @@ def check(config: Config, state: PolicyState, step: int) -> None:
 def is_finite(params: Params) -> Bool[Array, ""]:
     """Whether all weights are finite."""
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()
-
-
-class Progress:
-    """Writes and logs the metrics of a warm start now and then; a step that is not reported waits for no device."""
-
-    def __init__(self, steps: int, writer: Writer):
-        self.steps, self.writer, self.tokens = steps, writer, 0
-        self.began, self.logged = time.perf_counter(), -math.inf
-
-    def step(self, step: int, metrics: Mapping[str, Any], tokens: int) -> None:
-        """After a step that learned from so many solution tokens."""
-        self.tokens += tokens
-        now = time.perf_counter()
-        is_written = step % LOG_EVERY == 0 or step == self.steps
-        if not is_written and now - self.logged <= LOG_EVERY_S:
-            return
-        shown = {name: float(metrics[name]) for name in ("loss", "grad_norm", "lr")}
-        shown["tokens_per_second"] = self.tokens / (time.perf_counter() - self.began)
-        if is_written:
-            self.writer.scalars(step, {f"sft/{name}": value for name, value in shown.items()})
-        self.logged = now
-        log.info(
-            "warm start %d/%d  loss %.3f  %.0f tokens/s",
-            step, self.steps, shown["loss"], shown["tokens_per_second"],
-        )  # fmt: skip
 
 
 def supervised(recipe: Recipe, config: Config) -> Recipe:

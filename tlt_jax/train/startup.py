@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 
@@ -39,11 +38,10 @@ from tlt_jax.train import (
     losses,
     memory,
     policy_update,
-    run_state,
     sft,
 )
 from tlt_jax.train.adaptive import DrafterLearning
-from tlt_jax.train.policy_update import Recipe, Trained, UpdatePrograms
+from tlt_jax.train.policy_update import Recipe, UpdatePrograms
 from tlt_jax.train.run_state import RunState
 from tlt_jax.train.setup import Setup
 from tlt_jax.tuner.acceptance import GUESS
@@ -91,7 +89,10 @@ def load(config: Config, job: Job) -> Setup:
     dataset = datasets.load(config, tokenizer)
     if job.is_first:
         print(dataset.describe(), flush=True)
-    job.agree(facts(config, dataset))
+    job.agree(  # what all processes of a run must have in common: every knob, the code, the data
+        {name: str(value) for name, value in parse.flatten(config).items()}
+        | {"tlt_jax's code": sources(), "jax": jax.__version__, "data": dataset.digest()}
+    )
     return Setup.of(config, tokenizer, dataset, job)
 
 
@@ -132,13 +133,9 @@ def update_programs(run: Run) -> UpdatePrograms:
     policy = policy_update.abstract_policy(recipe)
     sums = partial(policy_update.abstract_sums, recipe, rows)
     engine.reshard.compile(lambda: (policy,))
+    unscored = rows._replace(old_logprobs=None, reference_logprobs=None)
     for scored in batch.scored_policies(config, policy, policy_update.abstract_base(recipe)):
-        early.score.compile(
-            lambda scored=scored: (
-                scored,
-                rows._replace(old_logprobs=None, reference_logprobs=None),
-            )
-        )
+        early.score.compile(lambda scored=scored: (scored, unscored))
     early.empty.compile(lambda: (policy, rows))
     early.accumulate.compile(lambda: (sums(), policy, rows))
     early.apply.compile(lambda: (state, sums(), state.step))
@@ -163,16 +160,6 @@ def begin_rollout(run: Run, state: RunState | None = None) -> None:
         position = None if state is None else state.position
         prompts = dynamic_sampling.window(run.config, run.dataset, step, position)
         begin_compiling(engine, run.request(prompts, step), tuner)
-
-
-def facts(config: Config, dataset: Dataset) -> dict[str, Any]:
-    """What all processes of a run must have in common: every knob, the code, the data."""
-    return {
-        **{name: str(value) for name, value in parse.flatten(config).items()},
-        "tlt_jax's code": sources(),
-        "jax": jax.__version__,
-        "data": dataset.digest(),
-    }
 
 
 def total_steps(config: Config, dataset: Dataset) -> int:
@@ -213,22 +200,31 @@ def lacks_evaluation(config: Config, store: Store, step: int, steps: int) -> boo
         return True
 
 
-def resume(run: Run, store: Store) -> RunState | None:
-    """The state of the newest checkpoint; None without one. Raises CheckpointError."""
-    drafter, engine = run.drafter.recipe if run.drafter else None, run.engine
-    return run_state.resume(store, run.recipe, drafter, engine.tuner, engine.basis)
-
-
 def new_state(run: Run, writer: Writer, interrupted: Callable[[], bool]) -> tuple[RunState, Params]:
     """The state of a new run: what it trains, and the drafter if there is one to start from; and its start policy.
 
-    A tuner with a fixed policy needs an adaptive drafter at once, and gets an untrained one. Raises ModelError before the
-    warm start for a drafter whose record of acceptance cannot be read; Interrupted.
+    It trains the start policy, or with model.lora adapters, whose base has the compute dtype; a warm start trains all
+    weights. A tuner with a fixed policy needs an adaptive drafter at once, and gets an untrained one. Raises ConfigError;
+    ModelError before the warm start for a drafter whose record of acceptance cannot be read; Interrupted.
     """
-    config, tuner, start = run.config, run.engine.tuner, run.drafter_params
+    config, model, mesh, tuner = run.config, run.model, run.mesh, run.engine.tuner
+    start, lora, sft_steps = run.drafter_params, run.recipe.lora, run.config.sft.steps
     acceptance = from_config.drafter_acceptance(config)
-    policy, trained = start_of(run, writer, interrupted)
-    state = RunState(0, policy_update.create(trained, run.recipe), None, tuner.init())
+    if lora and sft_steps and from_config.adapter_directory(config):
+        raise ConfigError(
+            f"sft.steps {sft_steps} with the adapters of model.path {config.model.path}: a warm start trains all "
+            "weights: use sft.steps 0, or model.lora.rank 0, which merges the adapters first"
+        )
+    adapters = from_config.start_adapters(config, lora, model, mesh) if lora else None
+    dtype = config.model.compute_dtype
+    if lora and not sft_steps:
+        policy = from_config.load_base(config, model, mesh, dtype)
+    else:
+        policy = sft.warm_start(run, writer, interrupted)
+        if lora:
+            policy = jax.tree.map(lambda leaf: leaf.astype(dtype), policy)
+    trained = policy_update.create(adapters if lora else policy, run.recipe)
+    state = RunState(0, trained, None, tuner.init())
     if run.drafter and (start is not None or tuner.has_fixed_policy):
         state = state.replace(drafter=adaptive.create(config, run.drafter.recipe, start))
     if start is not None:
@@ -236,25 +232,3 @@ def new_state(run: Run, writer: Writer, interrupted: Callable[[], bool]) -> tupl
         known = {LEARNED: acceptance or GUESS}
         state = state.replace(tuner=tuner.update_prior(state.tuner, known))
     return state, policy
-
-
-def start_of(run: Run, writer: Writer, interrupted: Callable[[], bool]) -> tuple[Params, Trained]:
-    """The start policy of a new run, and what the run trains: the same weights, or with model.lora adapters.
-
-    A warm start trains all weights. The base of adapters has the compute dtype. Raises ConfigError, Interrupted.
-    """
-    config, model, mesh, recipe = run.config, run.model, run.mesh, run.recipe
-    if not recipe.lora:
-        params = sft.warm_start(run, writer, interrupted)
-        return params, params
-    if config.sft.steps and from_config.adapter_directory(config):
-        raise ConfigError(
-            f"sft.steps {config.sft.steps} with the adapters of model.path {config.model.path}: a warm start trains all "
-            "weights: use sft.steps 0, or model.lora.rank 0, which merges the adapters first"
-        )
-    adapters = from_config.start_adapters(config, recipe.lora, model, mesh)
-    dtype = config.model.compute_dtype
-    if not config.sft.steps:
-        return from_config.load_base(config, model, mesh, dtype), adapters
-    params = sft.warm_start(run, writer, interrupted)
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), params), adapters

@@ -1,4 +1,4 @@
-"""Metrics, timings and records of an RL step, and the lines of its speculation file."""
+"""Seconds of an RL step by phase, its metrics, and the lines of its speculation file."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import json
 import math
 import resource
 import sys
+import threading
+import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax import monitoring
 
 from tlt_jax.config import Config, schema, validate
 from tlt_jax.data.dataset import Dataset
@@ -20,23 +25,117 @@ from tlt_jax.distributed.job import Job
 from tlt_jax.metrics import (
     ChunkRecord,
     GroupSeconds,
-    Record,
     group_seconds,
     idle_share,
     timeline,
 )
+from tlt_jax.metrics.timeline import covered
 from tlt_jax.rewards import Score
+from tlt_jax.rollout.executables.background import WAIT
 from tlt_jax.rollout.recorder import LENGTH, NONFINITE, RolloutResult
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.train import losses
-from tlt_jax.train.accounts import OTHER, Stopwatch
 from tlt_jax.train.advantages import zero_variance
 from tlt_jax.train.policy_update import EMPTY
 from tlt_jax.tuner.interface import Measurement
 
-# Of an optimizer step, and not of its tokens or answers.
+OTHER = "other"
+# Events that JAX reports for each program: tracing, lowering, and compilation by XLA or a read from the persistent cache; and
+# a wait for one of these in another thread.
+COMPILATION = "/jax/core/compile/backend_compile_duration"
+COMPILING = (
+    "/jax/core/compile/jaxpr_trace_duration",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration",
+    COMPILATION,
+    WAIT,
+)
+# Metrics of an optimizer step, and not of its tokens or answers.
 OF_STEPS = ("loss", "pg_loss", "grad_norm", "reward_kl_penalty")
+
+
+class Span(NamedTuple):
+    """The time from `begin` to `end`, in seconds of one clock."""
+
+    begin: float
+    end: float
+
+
+class Stopwatch:
+    """Context that counts every second for one phase, and records every compilation of the process.
+
+    Seconds of an inner phase do not count for the outer one; seconds outside of all phases count for
+    `other`. Seconds of compiling are those of the thread that made it, and its waits for other threads. A lap is the time
+    since the previous lap; `lapped` has the phases of the last one that ended, in order of time. `tell` is called with every
+    phase that starts.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        tell: Callable[[str], None] = lambda name: None,
+    ):
+        self.tell = tell
+        self.clock, self.phase_name, self.since = clock, OTHER, clock()
+        self.phases: list[tuple[str, Span]] = []
+        self.lapped: list[tuple[str, Span]] = []
+        self.compiling: list[Span] = []
+        self.programs, self.thread = 0, threading.get_ident()
+
+    def __enter__(self) -> Stopwatch:
+        monitoring.register_event_duration_secs_listener(self.on_event)
+        return self
+
+    def __exit__(self, *_) -> None:
+        monitoring.unregister_event_duration_listener(self.on_event)
+
+    def on_event(self, event: str, seconds: float, **_) -> None:
+        """JAX's listener: an event that took `seconds` has just ended."""
+        self.programs += event == COMPILATION
+        if event in COMPILING and threading.get_ident() == self.thread:
+            now = self.clock()
+            self.compiling.append(Span(now - seconds, now))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Context whose seconds count for timing_s/name. On an error `tell` is not called: its last call names the phase."""
+        outer = self.switch_to(name)
+        try:
+            yield
+        except BaseException:
+            self.switch_to(outer, reports=False)
+            raise
+        self.switch_to(outer)
+
+    def switch_to(self, name: str, reports: bool = True) -> str:
+        """Ends the current phase and starts the named one; returns the name of the ended one."""
+        before, now = self.phase_name, self.clock()
+        self.phases.append((before, Span(self.since, now)))
+        self.phase_name, self.since = name, now
+        if reports:
+            self.tell(name)
+        return before
+
+    def lap(self) -> dict[str, float]:
+        """Ends the lap and returns its seconds as metrics.
+
+        timing_s/* of the phases add up to timing_s/step. A second in which several programs compiled
+        counts once, for the phase that it was in.
+        """
+        self.switch_to(self.phase_name)
+        phases, compiling, programs = self.phases, self.compiling, self.programs
+        self.phases, self.compiling, self.programs = [], [], 0
+        self.lapped = phases
+
+        seconds: dict[str, float] = defaultdict(float)
+        spent: dict[str, float] = defaultdict(float)
+        for name, span in phases:
+            seconds[f"timing_s/{name}"] += span.end - span.begin
+            clipped = [(max(span.begin, one.begin), min(span.end, one.end)) for one in compiling]
+            spent[f"perf/compile_s/{name}"] += covered(clipped)
+        step = {"timing_s/step": sum(seconds.values()), "perf/compiles": programs}
+        step["perf/compile_s"] = sum(spent.values())
+        return {**seconds, **{name: value for name, value in spent.items() if value}, **step}
 
 
 def of_rollout(
@@ -191,17 +290,40 @@ def of_drafting(drafter_kind: str, rollout: RolloutResult) -> dict[str, float]:
     if not drafted:
         return {}
 
-    whole = {f"accept_length/{drafter_kind}": rollout.stats["accept_length"]}
+    stats, tokens, row_rounds = rollout.stats, Counter(), Counter()
+    for one in drafted:
+        tokens[one.strategy.drafter] += one.tokens
+        row_rounds[one.strategy.drafter] += one.row_rounds
+    named = {name: tokens[name] / row_rounds[name] for name in tokens if name}  # by a strategy
     found = {
-        "accept_length": rollout.stats["accept_length"],
-        **(accept_lengths(drafted) or whole),
-        "share": rollout.stats["speculated_tokens"] / rollout.stats["tokens"],
-        "declined": rollout.stats["declined"] / sum(one.row_rounds for one in drafted),
-        "pool_programs": rollout.stats["pool_programs"],
-        "pool_mib": rollout.stats["pool_bytes"] / 2**20,
-        **rates(drafted),
-        **by_batch(rollout.measurements),
+        "accept_length": stats["accept_length"],
+        **{f"accept_length/{name}": value for name, value in named.items()},
+        "share": stats["speculated_tokens"] / stats["tokens"],
+        "declined": stats["declined"] / sum(one.row_rounds for one in drafted),
+        "pool_programs": stats["pool_programs"],
+        "pool_mib": stats["pool_bytes"] / 2**20,
     }
+    if not named:
+        found[f"accept_length/{drafter_kind}"] = stats["accept_length"]
+
+    # Share of the rounds with a tree at least so deep that accept a node of this depth.
+    for depth in range(1, max(one.strategy.depth for one in drafted) + 1):
+        deep = [one for one in drafted if one.strategy.depth >= depth]
+        hits = sum(int(one.hits[depth - 1].sum()) for one in deep)
+        found[f"accept_rate@{depth}"] = hits / sum(one.row_rounds for one in deep)
+
+    for batch in sorted({one.batch for one in rollout.measurements}):
+        same = [one for one in rollout.measurements if one.batch == batch]
+        nodes = sum(one.strategy.nodes * one.rounds for one in same)
+        found[f"nodes@{batch}"] = nodes / sum(one.rounds for one in same)
+        for name, is_plain in (("plain_round_ms", True), ("round_ms", False)):
+            times = [
+                1e3 * one.seconds / one.rounds
+                for one in same
+                if (one.strategy == PLAIN) == is_plain
+            ]
+            if times:
+                found[f"{name}@{batch}"] = float(np.median(times))
 
     errors = [
         abs(math.log(one.promised * one.seconds / one.tokens))
@@ -213,43 +335,6 @@ def of_drafting(drafter_kind: str, rollout: RolloutResult) -> dict[str, float]:
     return {f"speculation/{name}": value for name, value in found.items()}
 
 
-def accept_lengths(drafted: Sequence[Measurement]) -> dict[str, float]:
-    """accept_length/DRAFTER of each drafter that strategies name: tokens per sequence and drafting round."""
-    tokens, row_rounds = Counter(), Counter()
-    for one in drafted:
-        if drafter := one.strategy.drafter:
-            tokens[drafter] += one.tokens
-            row_rounds[drafter] += one.row_rounds
-    return {f"accept_length/{drafter}": tokens[drafter] / row_rounds[drafter] for drafter in tokens}
-
-
-def rates(drafted: Sequence[Measurement]) -> dict[str, float]:
-    """accept_rate@d: share of the rounds with a tree at least d deep that accept a node of depth d."""
-    found = {}
-    for depth in range(1, max(one.strategy.depth for one in drafted) + 1):
-        deep = [one for one in drafted if one.strategy.depth >= depth]
-        hits = sum(int(one.hits[depth - 1].sum()) for one in deep)
-        found[f"accept_rate@{depth}"] = hits / sum(one.row_rounds for one in deep)
-    return found
-
-
-def by_batch(measurements: Sequence[Measurement]) -> dict[str, float]:
-    """Mean tree nodes, and median milliseconds of a round, by batch bucket."""
-    found = {}
-    for batch in sorted({one.batch for one in measurements}):
-        same = [one for one in measurements if one.batch == batch]
-        found[f"nodes@{batch}"] = sum(one.strategy.nodes * one.rounds for one in same) / sum(
-            one.rounds for one in same
-        )
-
-        plain = [1e3 * one.seconds / one.rounds for one in same if one.strategy == PLAIN]
-        drafting = [1e3 * one.seconds / one.rounds for one in same if one.strategy != PLAIN]
-        for name, times in (("plain_round_ms", plain), ("round_ms", drafting)):
-            if times:
-                found[f"{name}@{batch}"] = float(np.median(times))
-    return found
-
-
 def chunks(drafter_kind: str, rollout: RolloutResult) -> list[ChunkRecord]:
     """The lines of the speculation file, one per chunk, in the order in which results arrived.
 
@@ -259,31 +344,15 @@ def chunks(drafter_kind: str, rollout: RolloutResult) -> list[ChunkRecord]:
 
 
 def line(one: Measurement) -> ChunkRecord:
-    """A measurement as a line of the file."""
+    """A measurement as a line of the file; `accepted` is empty for plain decoding."""
+    held, accepted = [int(one.row_rounds), *one.hits.sum((1, 2)).astype(int).tolist(), 0], []
+    if one.strategy != PLAIN:
+        accepted = [more - less for more, less in zip(held, held[1:], strict=False)]
     return ChunkRecord(
-        one.group,
-        one.number,
-        one.batch,
-        one.live,
-        one.slots,
-        strategies.name(one.strategy),
-        one.reason,
-        None if math.isnan(one.promised) else one.promised,
-        one.tokens / one.seconds,
-        one.tokens,
-        one.rounds,
-        one.seconds,
-        accepted(one),
-        one.is_timed,
-    )
-
-
-def accepted(one: Measurement) -> list[int]:
-    """Number of row rounds that accepted 0, 1, ... drafted tokens; empty for plain decoding."""
-    if one.strategy == PLAIN:
-        return []
-    held = [int(one.row_rounds), *one.hits.sum((1, 2)).astype(int).tolist(), 0]
-    return [more - less for more, less in zip(held, held[1:], strict=False)]
+        one.group, one.number, one.batch, one.live, one.slots, strategies.name(one.strategy), one.reason,
+        None if math.isnan(one.promised) else one.promised, one.tokens / one.seconds, one.tokens, one.rounds,
+        one.seconds, accepted, one.is_timed,
+    )  # fmt: skip
 
 
 class Profiler:
@@ -316,38 +385,6 @@ class Profiler:
         if self.is_on:
             jax.profiler.stop_trace()
             self.is_on = False
-
-
-def records(
-    prompts: Sequence[Prompt],
-    rollout: RolloutResult,
-    scores: Mapping[int, Score],
-    told: Mapping[int, tuple[str, float]],
-    advantages: np.ndarray,
-) -> list[Record]:
-    """The lines of the completions file, one per answer.
-
-    `told`: text and log-prob sum by uid; advantages: float[answers], in their order.
-    """
-    return [
-        Record(
-            uid=answer.uid,
-            prompt=prompts[answer.prompt].text,
-            completion=told[answer.uid][0],
-            reward=scores[answer.uid].value,
-            length=len(answer.tokens),
-            finish=answer.finish,
-            parts=scores[answer.uid].parts,
-            failure=scores[answer.uid].failure,
-            id=prompts[answer.prompt].id,
-            group=answer.prompt,
-            reference=str(prompts[answer.prompt].row["answer"]),
-            advantage=float(advantage),
-            logprob=told[answer.uid][1],
-            accepted=answer.accepted,
-        )
-        for answer, advantage in zip(rollout.completions, advantages, strict=True)
-    ]
 
 
 def padding(rollout: RolloutResult) -> float:

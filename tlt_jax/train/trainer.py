@@ -27,16 +27,16 @@ from tlt_jax.train import (
     batch as batches,
     dynamic_sampling,
     evaluation,
+    health,
     policy_update,
     run_state,
     step_metrics,
 )
-from tlt_jax.train.accounts import Stopwatch
 from tlt_jax.train.adaptive import Learned
 from tlt_jax.train.batch import Batch
 from tlt_jax.train.dynamic_sampling import DynamicSampling
 from tlt_jax.train.evaluation import Evaluator
-from tlt_jax.train.health import Health, failures, filtered, left_out, skipped
+from tlt_jax.train.health import Health
 from tlt_jax.train.policy_update import PolicyState, UpdatePrograms
 from tlt_jax.train.run_state import RunState
 from tlt_jax.tuner.interface import State as TunerState
@@ -73,7 +73,7 @@ class Trainer:
     store: Store
     scorer: Scorer
     writer: Writer
-    watch: Stopwatch
+    watch: step_metrics.Stopwatch
     profiler: step_metrics.Profiler
     interrupted: Callable[[], bool]
     state: RunState
@@ -87,7 +87,7 @@ class Trainer:
         run = self.run
         self.evaluator = Evaluator(run.config, run.engine, run.dataset, run.tokenizer, self.scorer)
         self.health, self.sampling = Health(run.config), DynamicSampling(run.config, self.scorer)
-        if words := filtered(run.config):
+        if words := health.filtered(run.config):
             self.writer.say(words)
 
     def step(self) -> int | None:
@@ -288,15 +288,19 @@ class Trainer:
             own = {uid: one for uid, one in rolled.told.items() if uid in scores}
             told, answers = evaluation.told_first(run.job, own), []
             if run.job.is_first:
-                answers = step_metrics.records(
-                    rolled.prompts, result, scores, told, batch.advantages
-                )
+                answers = [
+                    evaluation.record(
+                        rolled.prompts, one, scores[one.uid], told[one.uid][0], uid=one.uid, group=one.prompt,
+                        advantage=float(advantage), logprob=told[one.uid][1], accepted=one.accepted,
+                    )
+                    for one, advantage in zip(result.completions, batch.advantages, strict=True)
+                ]  # fmt: skip
             chunks = step_metrics.chunks(kind, result)
             phases = step_metrics.phases(self.watch, rolled.began)
             self.writer.step(state.step, scalars, answers, result.spans, chunks, phases)
             grown = self.health.grown(scalars.get("actor/rollout_logprob_diff_mean"))
             filled = dynamic_sampling.filled(result.choice)
-            for words in (filled, failures(scores), skipped(updates), left_out(updates), grown):
+            for words in (filled, *health.remarks_of_step(scores, updates), grown):
                 if words:
                     self.writer.say(f"step {state.step}/{run.steps}  {words}")
 

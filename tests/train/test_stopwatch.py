@@ -15,9 +15,9 @@ from tlt_jax.metrics import Writer, names
 from tlt_jax.rewards import Scorer
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.simulate.simulator import VirtualClock
-from tlt_jax.train import accounts, batch as batches, loop, run_state, step_metrics
-from tlt_jax.train.accounts import COMPILATION, COMPILING, Span, Stopwatch, merged
+from tlt_jax.train import batch as batches, loop, run_state, step_metrics
 from tlt_jax.train.evaluation import Evaluator
+from tlt_jax.train.step_metrics import COMPILATION, COMPILING, Stopwatch
 
 TRACING, LOWERING, *_ = COMPILING
 
@@ -86,11 +86,6 @@ def test_a_second_in_which_several_programs_compile_counts_once_in_its_phase(clo
     assert watch.lap()["perf/compile_s"] == 0 == watch.lap()["perf/compiles"]
 
 
-def test_merged_spans_are_disjoint_and_cover_the_same_time():
-    spans = [Span(5, 6), Span(0, 3), Span(1, 2), Span(3, 4)]
-    assert merged(spans) == [Span(0, 4), Span(5, 6)] and merged([]) == []
-
-
 def test_every_program_of_the_process_is_noticed_however_it_is_compiled():
     values = jnp.arange(7.0)
     with Stopwatch() as watch:
@@ -118,7 +113,7 @@ COSTS = {
     (Scorer, "collect"): 16,
     (batches, "pack"): 32,
     (step_metrics, "of_rollout"): 64,
-    (step_metrics, "records"): 128,
+    (step_metrics, "chunks"): 128,
     (Writer, "step"): 256,
 }
 
@@ -163,6 +158,6 @@ def test_the_phases_of_the_loop_leave_no_work_over_and_add_up(tmp_path, clock, m
 
 
 def test_the_names_of_all_phases_are_in_the_list():
-    for name in ("rollout", "update", accounts.OTHER):
+    for name in ("rollout", "update", step_metrics.OTHER):
         names.find(f"timing_s/{name}", "scalar")
         names.find(f"perf/compile_s/{name}", "scalar")
