@@ -203,47 +203,6 @@ def test_the_confidence_trains_all_that_it_reads_and_nothing_else(x64):
         assert (np.abs(leaf).max() > 0) == (name != ".markov_out"), name
 
 
-def test_one_layer_and_a_block_of_one_is_a_next_token_head(x64):
-    """By hand, with NumPy: attention to one token before the anchor, no MLP, one position."""
-    model = replace(
-        updates.MODEL, vocab_size=3, hidden_size=2, num_heads=1, num_kv_heads=1, head_dim=2, rms_eps=0.0
-    )  # fmt: skip
-    drafter = drafters.for_policy(
-        model, "dspark", block_size=1, num_layers=1, markov_rank=0, confidence=False, captures=(1,), mlp_dim=1
-    )  # fmt: skip
-    recipe = replace(recipe_of(DSPARK_REDUCED), model=model, drafter=drafter)
-    zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape), drafters.weights(drafter, 1))
-    one, eye = jnp.ones(2), jnp.eye(2)
-    layers = zeros.layers.replace(
-        attention_norm=one[None], mlp_norm=one[None], q_norm=one[None], k_norm=one[None],
-        q=eye[None], k=eye[None], v=3 * eye[None], o=eye[None],
-    )  # fmt: skip
-    params = zeros.replace(fuse=eye, hidden_norm=one, final_norm=one, layers=layers)
-    embed = np.array([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
-    head = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, -1.0]])
-    state = np.array([0.3, -0.4])  # the policy's, at the anchor
-    batch = PackedRows(
-        jnp.array([[0, 1, 2]]), jnp.array([[0, 1, 2]]), jnp.array([[1, 1, 1]]),
-        is_answer=jnp.array([[False, True, False]]),
-        features=jnp.array([[[5.0, 5.0], [9.0, 0.0], [7.0, 7.0]]]), states=jnp.array([[[9.0, 9.0], state, [8.0, 8.0]]]),
-    )  # fmt: skip
-    shared = drafters.Shared(jnp.asarray(embed), jnp.asarray(head))
-    loss, metrics = jax.jit(lambda *given: losses.loss(*given, recipe, STEP))(params, shared, batch)
-    # Features (5, 5) have c = (1, 1), at position 0. The anchor's query is its embedding (0, 2), normed, at position 1;
-    # its own key has the same angle, so that the angle to c's is 1 radian.
-    query = np.sqrt(2) * np.array([-np.sin(1.0), np.cos(1.0)])
-    weight = np.exp(np.array([query @ [1, 1], 2.0]) / np.sqrt(2))
-    weight /= weight.sum()
-    values = 3 * np.array([[1, 1], [0, np.sqrt(2)]])
-    x = embed[1] + weight @ values
-    q = updates.softmax(head @ (x / np.sqrt(np.mean(x * x))))
-    p = updates.softmax(head @ state)
-    expected = -0.1 * np.log(q[2]) + 0.9 * np.abs(q - p).sum()
-    assert float(loss) == pytest.approx(expected, rel=1e-10)
-    assert float(metrics["acceptance@1"]) == pytest.approx(np.minimum(p, q).sum(), rel=1e-10)
-    assert "acceptance@2" not in metrics
-
-
 # Anchors
 
 

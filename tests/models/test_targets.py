@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.distributed.mesh import make_mesh, sharding
-from tlt_jax.models import architecture, targets, token_logprobs
+from tlt_jax.models import architecture, targets
 
 V, D, R, T = 11, 16, 4, 13
 TEMPERATURE, ENTROPY = 0.8, 0.3
@@ -35,7 +35,7 @@ def given() -> tuple[np.ndarray, ...]:
 def rule(logits, values):
     """Weighted sum of negative log-probs and entropies; for metrics, their number and the largest probability."""
     ids, weights = values
-    logprobs, entropy = token_logprobs.score(logits, ids, TEMPERATURE, True)
+    logprobs, entropy = targets.score(logits, ids, TEMPERATURE, True)
     mask = weights > 0
     loss = jnp.sum(weights * (ENTROPY * entropy - logprobs), axis=-1)
     sums = {"tokens": jnp.sum(mask, axis=-1, dtype=loss.dtype)}

@@ -19,7 +19,7 @@ from tlt_jax.data import packing
 from tlt_jax.data.packing import Example, PackedRows
 from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.distributed.mesh import make_mesh
-from tlt_jax.models import architecture, token_logprobs as scoring, transformer
+from tlt_jax.models import architecture, targets as scoring, transformer
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout.recorder import Completion
 from tlt_jax.train import batch as batches, losses, policy_update

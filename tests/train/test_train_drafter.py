@@ -143,7 +143,7 @@ def text_file(path: Path, rows: list[dict]) -> Path:
 def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(
     kind, own, least, configure, tmp_path, capsys, monkeypatch
 ):
-    if kind in drafters.BLOCK_KINDS:
+    if drafters.KINDS[kind].is_block:
         new = from_config.new_drafter_config
         monkeypatch.setattr(
             from_config, "new_drafter_config", lambda *given: replace(new(*given), block_size=4)

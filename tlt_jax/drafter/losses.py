@@ -10,21 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
 from tlt_jax import keys
 from tlt_jax.data.packing import PackedRows
 from tlt_jax.distributed.mesh import sharding
 from tlt_jax.drafter.recipe import EagleObjective, Recipe
 from tlt_jax.kernels.numerics import contract, masked
-from tlt_jax.models import block_drafter, drafter as drafters, eagle, token_logprobs as scoring
+from tlt_jax.models import block_drafter, drafter as drafters, eagle, targets
 from tlt_jax.models.drafter import DrafterParams, Shared
 from tlt_jax.shapes import shaped
 
@@ -39,6 +39,7 @@ HEADS = {
 }
 
 Metrics = dict[str, Array]
+PyTree = Any
 
 
 @shaped
@@ -141,7 +142,7 @@ def step_scores(
         ]
 
     chunk = max(1, recipe.logits_chunk // (1 + len(hidden)))
-    return scoring.in_chunks(one, (states, *hidden), recipe.mesh, chunk)
+    return in_chunks(one, (states, *hidden), recipe.mesh, chunk)
 
 
 def eagle_terms(one: Compared, labels: Array, objective: EagleObjective) -> Metrics:
@@ -278,7 +279,7 @@ def block_scores(
     def of_token(states: Array) -> tuple[Array, Array]:
         return sums(head.logits(states))
 
-    normalizer, top = scoring.in_chunks(of_token, (batch.states,), recipe.mesh, recipe.logits_chunk)
+    normalizer, top = in_chunks(of_token, (batch.states,), recipe.mesh, recipe.logits_chunk)
     policy = (look_up(array, places.at) for array in (batch.states, normalizer, top))
     after = label_of(look_up(batch.tokens, jnp.minimum(places.at + 1, last)), head.ids)
     labels = jnp.where(places.has_next, after, -1)
@@ -290,7 +291,7 @@ def block_scores(
         return array.reshape(R, A * P, *array.shape[3:])
 
     rows = tuple(flat(array) for array in (*policy, labels, hidden, previous))
-    found = scoring.in_chunks(one, rows, recipe.mesh, max(1, recipe.logits_chunk // 2))
+    found = in_chunks(one, rows, recipe.mesh, max(1, recipe.logits_chunk // 2))
     return jax.tree.map(lambda array: array.reshape(places.at.shape), found)
 
 
@@ -456,11 +457,10 @@ def draft_logits(
     are gathered once per data group.
     """
     config, mesh = recipe.drafter, recipe.mesh
-    network = block_drafter if config.is_block else eagle
     axes = drafters.weights(config, mesh.shape["model"])
     cast = drafters.cast(params, head.whole.dtype)
     copies = {
-        name: scoring.group_copies(getattr(cast, name), getattr(axes, name).axes, mesh)
+        name: targets.group_copies(getattr(cast, name), getattr(axes, name).axes, mesh)
         for name in HEADS[config.is_block]
         if getattr(cast, name) is not None
     }
@@ -469,7 +469,7 @@ def draft_logits(
 
     def drafted(copies: dict[str, Array], hidden: Array, embedding: Array | None) -> tuple:
         mine = cast.replace(**copies)
-        logits = network.logits(mine, config, shared, hidden)
+        logits = drafters.logits(mine, config, shared, hidden)
         if mine.markov_out is not None:
             logits += block_drafter.markov_bias(mine, embedding)
         confidence = None
@@ -482,3 +482,36 @@ def draft_logits(
         return head.split(logits, head.axis), confidence
 
     return of_groups
+
+
+def in_chunks(
+    one: Callable[..., PyTree],
+    rows: tuple[Shaped[Array, "R T ..."], ...],
+    mesh: Mesh,
+    chunk: int,
+) -> PyTree:
+    """one(*rows), where `one` treats each token independently, on `chunk` tokens of each data group at once.
+
+    `one` takes and returns arrays [groups, R / groups, t, ...]. The backward pass recomputes it, unless there is only one
+    chunk, whose memory would not be freed earlier anyway.
+    """
+    R, T = rows[0].shape[:2]
+    groups = mesh.shape["data"]
+    length = max(1, min(T, chunk * groups // R))
+    chunks = -(-T // length)
+    length = -(-T // chunks)
+
+    def split(array: Array) -> Array:
+        padded = jnp.pad(array, [(0, 0), (0, chunks * length - T), *[(0, 0)] * (array.ndim - 2)])
+        return jnp.moveaxis(
+            padded.reshape(groups, R // groups, chunks, length, *array.shape[2:]), 2, 0
+        )
+
+    def join(array: Array) -> Array:
+        return jnp.moveaxis(array, 0, 2).reshape(R, chunks * length, *array.shape[4:])[:, :T]
+
+    if chunks == 1:
+        results = one(*[split(array)[0] for array in rows])
+        return jax.tree.map(lambda array: join(array[None]), results)
+    results = jax.lax.map(lambda parts: jax.checkpoint(one)(*parts), jax.tree.map(split, rows))
+    return jax.tree.map(join, results)

@@ -9,17 +9,19 @@ DSpark, arXiv 2607.05147).
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from tlt_jax.distributed.mesh import sharding
-from tlt_jax.kernels import block_attention, cache_rows, tree_attention
+from tlt_jax.kernels import cache_rows, tree_attention
 from tlt_jax.kernels.fused import Fused
 from tlt_jax.kernels.numerics import contract, masked
-from tlt_jax.models import kv_cache, layers as ops
+from tlt_jax.models import drafter as drafters, kv_cache, layers as ops
 from tlt_jax.models.architecture import Layer
 from tlt_jax.models.decoder_layer import (
     attention_heads,
@@ -27,20 +29,16 @@ from tlt_jax.models.decoder_layer import (
     finish_nodes,
     heads,
     keys_values,
+    node_angles,
     packed_angles,
     rotated,
     tree_layer,
 )
-from tlt_jax.models.drafter import (
-    DrafterConfig,
-    DrafterParams,
-    Shared,
-    as_rows,
-    cast,
-    gathered,
-)
+from tlt_jax.models.drafter import DrafterConfig, DrafterParams, Shared, cast, gathered
 from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.shapes import shaped
+
+logits = drafters.logits  # which every network has
 
 
 def context(
@@ -60,15 +58,13 @@ def slots_of(
 ) -> Scratch:
     """Keys and values of W tokens of each row, from position starts[b] on, in every layer. `params`: "rollout" layout."""
     B, W, _ = features.shape
-    positions = (starts[:, None] + jnp.arange(W)).reshape(-1)
-    cos, sin = ops.rope_angles(
-        config.layers.rope, config.layers.head_dim, positions, features.dtype
-    )
+    positions = starts[:, None] + jnp.arange(W)
+    angles = node_angles(config.layers, positions, features.dtype)
     c = context(params, config, features.reshape(B * W, -1).T, 0)
     kv = ops.project(c, params.context_kv, None, 0)
     keys, values = [], []
     for layer, (k, v) in zip(params.layers, kv, strict=True):
-        k = rotated(k, layer.k_norm, config.layers, cos.T, sin.T, 0)
+        k = rotated(k, layer.k_norm, config.layers, *angles, 0)
         k, v = ops.kv_by_node(k, v, B)
         keys.append(k)
         values.append(v)
@@ -138,10 +134,8 @@ def draft_block(
     B, outputs = roots.shape[0], slice(config.skipped, config.skipped + levels)
     N = outputs.stop if config.causal else config.block_size
     tokens = jnp.full((B, N), config.mask_token_id, roots.dtype).at[:, 0].set(roots)
-    positions = (lengths[:, None] + jnp.arange(N)).reshape(-1)
     x = shared.embed[tokens.reshape(-1)].T
-    angles = ops.rope_angles(config.layers.rope, config.layers.head_dim, positions, x.dtype)
-    cos, sin = (angle.T for angle in angles)
+    angles = node_angles(config.layers, lengths[:, None] + jnp.arange(N), x.dtype)
     seen = jnp.ones((N, N), bool)
     seen = jnp.broadcast_to(jnp.tril(seen) if config.causal else seen, (B, N, N))
     last, *kept = params.layers[-1], cache.keys[-1], cache.values[-1]
@@ -151,10 +145,10 @@ def draft_block(
     ):
         past = keys, values, lengths, cache.slots_last
         (x, normed), _, _, arrivals = tree_layer(
-            layer, config.layers, (x, normed), following.attention_norm, (cos, sin), seen, past, fused, arrivals
+            layer, config.layers, (x, normed), following.attention_norm, angles, seen, past, fused, arrivals
         )  # fmt: skip
     with jax.named_scope("layer"):
-        q, k, v = attention_heads(last, config.layers, (x, normed), (cos, sin), B, fused)
+        q, k, v = attention_heads(last, config.layers, (x, normed), angles, B, fused)
         q, seen = q[:, :, :, outputs], seen[:, outputs]
         attended, _ = tree_attention.attend(q, k, v, seen, *kept, lengths, cache.slots_last, fused)
         x = x.reshape(-1, B, N)[:, :, outputs].reshape(len(x), -1)
@@ -163,30 +157,6 @@ def draft_block(
     x = ops.rms_norm(x, params.final_norm, config.layers.rms_eps, 0) if normed is None else normed
     # A CPU is slow at a product that reads its tokens along columns, into which XLA would turn the head's.
     return jax.lax.optimization_barrier(x.T).reshape(B, levels, -1)
-
-
-@jax.named_scope("drafter/head")
-@shaped
-def logits(
-    params: DrafterParams,
-    config: DrafterConfig,
-    shared: Shared,
-    hidden: Float[Array, "*batch Z"],
-    fused: Fused | None = None,
-) -> Float[Array, "*batch U"]:
-    """Logits over the draft vocabulary without the Markov bias, in at least float32; those of padding are the lowest.
-
-    `fused`: of the data group in a rollout, else None.
-    """
-    hidden = as_rows(hidden, fused)
-    if params.head is not None:
-        matrix = params.head
-    else:
-        matrix = shared.head if params.ids is None else shared.head[params.ids]
-    scores = contract("...d,vd->...v", hidden, matrix.astype(hidden.dtype))
-    if params.ids is not None:
-        return scores
-    return masked(scores, jnp.arange(scores.shape[-1]) < config.layers.vocab_size)
 
 
 @shaped
@@ -243,11 +213,7 @@ def forward_blocks(
     sharded over `data`.
     """
 
-    def rows(x: Array) -> Array:
-        if mesh is None:
-            return x
-        return jax.lax.with_sharding_constraint(x, sharding(mesh, ("batch",), "train"))
-
+    rows = partial(ops.by_row, mesh=mesh)
     params, N = cast(params, features.dtype), config.block_size
     at = jnp.maximum(anchors, 0)
     queries = jnp.full((*anchors.shape, N), config.mask_token_id, tokens.dtype)
@@ -264,10 +230,80 @@ def forward_blocks(
         q, k, v = heads(layer, config.layers, y, *angles, -1)
         q = q.reshape(*k.shape[:4], -1, config.layers.head_dim)
         past = keys_values(layer, config.layers, c, *past_angles, -1)
-        attended = block_attention.attend(q, k, v, anchors, *past, segments, config.causal, block)
+        attended = attend_blocks(q, k, v, anchors, *past, segments, config.causal, block)
         return rows(finish(layer, config.layers, x, attended.reshape(*x.shape[:3], -1), -1)), None
 
     x = rows(shared.embed[queries].astype(features.dtype))
     x, _ = jax.lax.scan(advance, x, params.layers)
     x = ops.rms_norm(x, params.final_norm, config.layers.rms_eps)
     return x[:, :, config.skipped :]
+
+
+@jax.named_scope("attention")
+@shaped
+def attend_blocks(
+    q: Float[Array, "R A N K G E"],
+    k: Float[Array, "R A N K E"],
+    v: Float[Array, "R A N K E"],
+    anchors: Int[Array, "R A"],
+    keys: Float[Array, "R T K E"],
+    values: Float[Array, "R T K E"],
+    segments: Int[Array, "R T"],
+    causal: bool,
+    block: int,
+) -> Float[Array, "R A N K G E"]:
+    """Attention of blocks of N queries to the tokens of their anchor's segment before the anchor, and to their own block.
+
+    anchors[r, a]: the token of row r at which the block begins; -1: no block, and the result is any finite number. `causal`:
+    a query does not see the later ones of its block. At most `block` queries are computed at once (of one block at least),
+    and computed again in the backward pass: no scores of all queries exist.
+    """
+    A, N = q.shape[1:3]
+    count = -(-A // max(1, block // N))  # chunks
+    size = -(-A // count)
+    keys, values = jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2)
+
+    def split(array: Array) -> Array:
+        padding = [(0, count * size - A if axis == 1 else 0) for axis in range(array.ndim)]
+        padded = jnp.pad(array, padding)
+        return jnp.moveaxis(padded.reshape(-1, count, size, *array.shape[2:]), 1, 0)
+
+    one = jax.checkpoint(partial(attend_chunk, keys, values, segments, causal=causal))
+    chunks = jax.tree.map(split, (q, k, v, anchors))
+    if count == 1:
+        return one(*jax.tree.map(lambda array: array[0], chunks))
+    out = jax.lax.map(lambda chunk: one(*chunk), chunks)
+    return jnp.moveaxis(out, 0, 1).reshape(-1, count * size, *q.shape[2:])[:, :A]
+
+
+def attend_chunk(
+    keys: Float[Array, "R K T E"],
+    values: Float[Array, "R K T E"],
+    segments: Int[Array, "R T"],
+    q: Float[Array, "R A N K G E"],
+    k: Float[Array, "R A N K E"],
+    v: Float[Array, "R A N K E"],
+    anchors: Int[Array, "R A"],
+    causal: bool,
+) -> Float[Array, "R A N K G E"]:
+    """`attend_blocks` for all queries at once."""
+    R, A, N, K, G, E = q.shape
+    T, scale = keys.shape[2], 1 / math.sqrt(E)
+    own = jnp.take_along_axis(segments, jnp.maximum(anchors, 0), axis=1)
+    before = jnp.arange(T) < anchors[:, :, None]
+    seen = before & (segments[:, None] == own[:, :, None]) & (own[:, :, None] > 0)
+    within = jnp.tril(jnp.ones((N, N), bool)) if causal else jnp.ones((N, N), bool)
+
+    flat = jnp.moveaxis(q, 3, 1).reshape(R, K, A * N * G, E)
+    old = contract("rkqe,rkte->rkqt", flat, keys).reshape(R, K, A, N, G, T)
+    new = contract("rankge,ramke->rkangm", q, k)
+    old = masked(scale * old, seen[:, None, :, None, None])
+    new = masked(scale * new, within[:, None])
+    top = jax.lax.stop_gradient(jnp.maximum(old.max(-1, keepdims=True), new.max(-1, keepdims=True)))
+    old, new = jnp.exp(old - top), jnp.exp(new - top)
+    total = old.sum(-1, keepdims=True) + new.sum(-1, keepdims=True)
+    mixed = contract(
+        "rkqt,rkte->rkqe", old.reshape(R, K, A * N * G, T).astype(values.dtype), values
+    ).reshape(R, K, A, N, G, E)
+    mixed += contract("rkangm,ramke->rkange", new.astype(v.dtype), v)
+    return jnp.moveaxis((mixed / total).astype(q.dtype), 1, 3)

@@ -23,20 +23,6 @@ from tlt_jax.models.low_rank import LowRank, is_low_rank
 from tlt_jax.shapes import shaped
 
 
-def qkv(
-    layer: Layer | JoinedLayer,
-    config: ModelConfig,
-    x: Float[Array, "*A D"],
-    cos: Float[Array, "*A 1 half"],
-    sin: Float[Array, "*A 1 half"],
-    axis: int,
-) -> tuple[Float[Array, "*A H E"], Float[Array, "*A K E"], Float[Array, "*A K E"]]:
-    """Rotated queries and keys, and values, of x before the layer's first norm."""
-    return heads(
-        layer, config, ops.rms_norm(x, layer.attention_norm, config.rms_eps, axis), cos, sin, axis
-    )
-
-
 def heads(
     layer: Layer | JoinedLayer,
     config: ModelConfig,
@@ -124,7 +110,8 @@ def finish(
         x = remats.named(x + ops.project(attended, layer.o, layer.o_bias, axis), remats.ATTENDED)
 
     with jax.named_scope("mlp"):
-        return x + ops.project(mlp_inner(layer, config, x, axis), layer.down, layer.down_bias, axis)
+        inner = gated(layer, ops.rms_norm(x, layer.mlp_norm, config.rms_eps, axis), axis)
+        return x + ops.project(inner, layer.down, layer.down_bias, axis)
 
 
 def finish_nodes(
@@ -169,15 +156,8 @@ def finish_nodes(
         return add(x, y, layer.down, layer.down_bias, arrivals, next_norm)
 
 
-def mlp_inner(
-    layer: Layer | JoinedLayer, config: ModelConfig, x: Float[Array, "*A D"], axis: int
-) -> Float[Array, "*A F"]:
-    """What the MLP's last projection reads."""
-    return gated(layer, ops.rms_norm(x, layer.mlp_norm, config.rms_eps, axis), axis)
-
-
 def gated(layer: Layer | JoinedLayer, y: Float[Array, "*A D"], axis: int) -> Float[Array, "*A F"]:
-    """`mlp_inner` of the normed input."""
+    """What the MLP's last projection reads, from the normed input."""
     gate, up = gate_up(layer, y, axis)
     return jax.nn.silu(gate) * up
 
@@ -220,7 +200,8 @@ def packed_layer(
     `for_cache`: values are finite, and keys NaN where values were not: tokens that see them are NaN, no others. At padding
     both are finite. Without it, a token that is not finite may make its whole row so; such an update is skipped.
     """
-    q, k, v = qkv(layer, config, x, *angles, axis=-1)
+    y = ops.rms_norm(x, layer.attention_norm, config.rms_eps)
+    q, k, v = heads(layer, config, y, *angles, axis=-1)
     if for_cache:
         k = jnp.where(sound(v)[..., None], k, jnp.nan)
         k, v = jnp.where((segments > 0)[:, :, None, None], k, 0), finite(v)
@@ -236,6 +217,15 @@ def packed_angles(
     """Cosine and sine of the rotary embedding, the same for every head."""
     cos, sin = ops.rope_angles(config.rope, config.head_dim, positions, dtype)
     return cos[:, :, None], sin[:, :, None]
+
+
+@shaped
+def node_angles(
+    config: ModelConfig, positions: Int[Array, "B N"], dtype: DTypeLike
+) -> tuple[Float[Array, "half BN"], Float[Array, "half BN"]]:
+    """Cosine and sine of the rotary embedding of tree nodes."""
+    cos, sin = ops.rope_angles(config.rope, config.head_dim, positions.reshape(-1), dtype)
+    return cos.T, sin.T
 
 
 def node_heads(

@@ -14,7 +14,7 @@ engines load no other form.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +29,8 @@ from jaxtyping import Array, Float, Int32
 
 from tlt_jax.distributed.mesh import is_cpu
 from tlt_jax.kernels.fused import Fused
-from tlt_jax.models import architecture, params as trees
+from tlt_jax.kernels.numerics import contract, masked
+from tlt_jax.models import architecture, layers as ops, params as trees
 from tlt_jax.models.architecture import (
     NORMED,
     Captures,
@@ -45,32 +46,84 @@ from tlt_jax.models.architecture import (
     rollout_kv_heads,
 )
 from tlt_jax.models.params import Weight
+from tlt_jax.shapes import shaped
 
 
 class Kind(NamedTuple):
     """What all drafters of a kind have in common.
 
-    `fields`: those of DrafterConfig that not every kind has. `first_capture`: the lowest depth that it can read. `skipped`:
-    positions at the front of a block that predict nothing, as the anchor of dflash, whose token is known.
+    `fields`: those of DrafterConfig that not every kind has; `new`: the values of a new drafter for a policy. `families`: of
+    its layers; a new drafter has the policy's if it is one of them, else the first. `first_capture`: the lowest depth that it
+    can read. `skipped`: positions at the front of a block that predict nothing, as the anchor of dflash, whose token is known.
     """
 
     fields: tuple[str, ...]
+    new: Callable[[ModelConfig], dict[str, Any]]
+    families: tuple[str, ...]
     first_capture: int
     has_head: bool = False  # of its own; else it is the policy's
+    can_reduce: bool = True  # whether it may propose a part of the vocabulary
     is_block: bool = False
     skipped: int = 0
 
 
-BLOCK = ("block_size", "mask_token_id", "causal")
-KINDS = {
-    "eagle": Kind(("fc_bias",), NORMED),
-    "eagle3": Kind(("fc_norm", "norm_output"), 1, has_head=True),
-    "dflash": Kind(BLOCK, 0, is_block=True, skipped=1),
-    "dspark": Kind((*BLOCK, "markov_rank", "confidence"), 0, is_block=True),
-}
-BLOCK_KINDS = tuple(name for name, kind in KINDS.items() if kind.is_block)
 NEW_LAYERS, NEW_BLOCK = 2, 8  # of a block drafter that is made here
 CAPTURES = 5  # most hidden states that a new block drafter reads
+
+
+def level_captures(num_layers: int) -> Captures:
+    """EAGLE-3's (2, L // 2, L - 3) where these differ; else the second, a middle and the last layer."""
+    if num_layers >= 7:
+        return 2, num_layers // 2, num_layers - 3
+    if num_layers < 4:
+        return tuple(range(1, num_layers + 1))
+    return 2, (2 + num_layers) // 2, num_layers
+
+
+def block_captures(num_layers: int) -> Captures:
+    """Up to 5 depths spread evenly from 2 to L - 2, as published (2, 10, 18, 26, 34 of 36); from 1 to L below 7 layers."""
+    first, last = (2, num_layers - 2) if num_layers >= 7 else (1, num_layers)
+    count = min(CAPTURES, last - first + 1)
+    if count == 1:
+        return (last,)
+    return tuple(first + i * (last - first) // (count - 1) for i in range(count))
+
+
+def default_rank(width: int) -> int:
+    """The largest power of two up to an eighth of the width, within 16 and 256, the published one for widths of 2560 to 5120.
+
+    A draft reads the Markov head once a level, and the LM head, which has the policy's width, once.
+    """
+    return min(1 << max(width // 8, 16).bit_length() - 1, 256)
+
+
+def new_eagle(policy: ModelConfig) -> dict[str, Any]:
+    return {"captures": (NORMED,)}
+
+
+def new_eagle3(policy: ModelConfig) -> dict[str, Any]:
+    """EAGLE-3.1."""
+    return {"captures": level_captures(policy.num_layers), "fc_norm": True, "norm_output": True}
+
+
+def new_block(policy: ModelConfig) -> dict[str, Any]:
+    """The mask is the last token of the vocabulary."""
+    return {
+        "captures": block_captures(policy.num_layers), "block_size": NEW_BLOCK, "mask_token_id": policy.vocab_size - 1
+    }  # fmt: skip
+
+
+def new_dspark(policy: ModelConfig) -> dict[str, Any]:
+    return new_block(policy) | {"markov_rank": default_rank(policy.hidden_size), "confidence": True}
+
+
+BLOCK, QWEN3 = ("block_size", "mask_token_id", "causal"), ("qwen3",)
+KINDS = {
+    "eagle": Kind(("fc_bias",), new_eagle, ("llama", "qwen2"), NORMED, can_reduce=False),
+    "eagle3": Kind(("fc_norm", "norm_output"), new_eagle3, ("llama",), 1, has_head=True),
+    "dflash": Kind(BLOCK, new_block, QWEN3, 0, is_block=True, skipped=1),
+    "dspark": Kind((*BLOCK, "markov_rank", "confidence"), new_dspark, QWEN3, 0, is_block=True),
+}
 
 
 @dataclass(frozen=True)
@@ -103,7 +156,7 @@ class DrafterConfig:
         kind, size = kind_of(self.kind), self.layers.vocab_size
         others = {name for other in KINDS.values() for name in other.fields} - {*kind.fields}
         foreign = {name: getattr(self, name) for name in sorted(others) if getattr(self, name)}
-        if self.layers.qkv_bias and self.kind != "eagle":
+        if self.layers.qkv_bias and "qwen2" not in kind.families:
             foreign["qkv_bias"] = True
         if foreign:
             named = ", ".join(f"{name} {value}" for name, value in foreign.items())
@@ -123,9 +176,9 @@ class DrafterConfig:
             raise ValueError(
                 f"draft_vocab_size {self.draft_vocab_size} is not within 1..{size}, the policy's"
             )
-        if self.kind == "eagle" and not self.has_full_vocab:
+        if not (kind.can_reduce or self.has_full_vocab):
             raise ValueError(
-                f"draft_vocab_size {self.draft_vocab_size}: eagle proposes all {size} tokens"
+                f"draft_vocab_size {self.draft_vocab_size}: {self.kind} proposes all {size} tokens"
             )
         if kind.is_block and self.block_size <= kind.skipped:
             raise ValueError(
@@ -190,60 +243,23 @@ def block_pass(config: DrafterConfig | None) -> tuple[int, int] | None:
 
 
 def for_policy(policy: ModelConfig, kind: str, **changes: Any) -> DrafterConfig:
-    """A new drafter of this kind for this policy, with layers of its sizes; EAGLE-3.1 for eagle3.
+    """A new drafter of this kind for this policy, with layers of its sizes.
 
-    The mask of a block drafter is the last token of the vocabulary. `changes` replace fields of the config or of its layers.
-    Raises ValueError, naming the values, when they contradict each other or do not fit the policy.
+    `changes` replace fields of the config or of its layers. Raises ValueError, naming the values, when they contradict each
+    other or do not fit the policy.
     """
-    is_block, depth = kind_of(kind).is_block, policy.num_layers
-    family = "qwen3" if is_block else "qwen2" if (kind, policy.family) == ("eagle", "qwen2") else "llama"  # fmt: skip
+    row, size = kind_of(kind), policy.vocab_size
+    family = policy.family if policy.family in row.families else row.families[0]
     given = {
-        "family": family, "num_layers": NEW_LAYERS if is_block else 1, "qkv_bias": family == "qwen2", "o_bias": False,
-        "mlp_bias": False, "qk_norm": is_block, "tied": False, "eos_ids": (),
+        "family": family, "num_layers": NEW_LAYERS if row.is_block else 1, "qkv_bias": family == "qwen2", "o_bias": False,
+        "mlp_bias": False, "qk_norm": family == "qwen3", "tied": False, "eos_ids": (),
     }  # fmt: skip
     inner = {one.name for one in fields(ModelConfig)} & {*changes}
     layers = replace(policy, **given | {name: changes.pop(name) for name in inner})
-    own: dict[str, Any] = {
-        "eagle": {},
-        "eagle3": {"fc_norm": True, "norm_output": True},
-        "dflash": {},
-        "dspark": {"markov_rank": default_rank(policy.hidden_size), "confidence": True},
-    }[kind]
-    if is_block:
-        own = own | {"block_size": NEW_BLOCK, "mask_token_id": policy.vocab_size - 1}
-    captures = (block_captures if is_block else level_captures)(depth)
-    own = {"captures": (NORMED,) if kind == "eagle" else captures} | own
-    config = DrafterConfig(
-        kind, layers, depth, **{"draft_vocab_size": policy.vocab_size} | own | changes
-    )
+    own = {"draft_vocab_size": size} | row.new(policy) | changes
+    config = DrafterConfig(kind, layers, policy.num_layers, **own)
     check_policy(config, policy)
     return config
-
-
-def level_captures(num_layers: int) -> Captures:
-    """EAGLE-3's (2, L // 2, L - 3) where these differ; else the second, a middle and the last layer."""
-    if num_layers >= 7:
-        return 2, num_layers // 2, num_layers - 3
-    if num_layers < 4:
-        return tuple(range(1, num_layers + 1))
-    return 2, (2 + num_layers) // 2, num_layers
-
-
-def block_captures(num_layers: int) -> Captures:
-    """Up to 5 depths spread evenly from 2 to L - 2, as published (2, 10, 18, 26, 34 of 36); from 1 to L below 7 layers."""
-    first, last = (2, num_layers - 2) if num_layers >= 7 else (1, num_layers)
-    count = min(CAPTURES, last - first + 1)
-    if count == 1:
-        return (last,)
-    return tuple(first + i * (last - first) // (count - 1) for i in range(count))
-
-
-def default_rank(width: int) -> int:
-    """The largest power of two up to an eighth of the width, within 16 and 256, the published one for widths of 2560 to 5120.
-
-    A draft reads the Markov head once a level, and the LM head, which has the policy's width, once.
-    """
-    return min(1 << max(width // 8, 16).bit_length() - 1, 256)
 
 
 def check_policy(config: DrafterConfig, policy: ModelConfig) -> None:
@@ -461,13 +477,31 @@ def gathered(features: Float[Array, "B W F"], fused: Fused | None) -> Float[Arra
     return jax.lax.with_sharding_constraint(features, NamedSharding(fused.mesh, PartitionSpec()))
 
 
-def as_rows(hidden: Float[Array, "*A Z"], fused: Fused | None) -> Float[Array, "*A Z"]:
-    """Hidden states for a product with a head, on a CPU as rows.
+@jax.named_scope("drafter/head")
+@shaped
+def logits(
+    params: DrafterParams,
+    config: DrafterConfig,
+    shared: Shared,
+    hidden: Float[Array, "*batch Z"],
+    fused: Fused | None = None,
+) -> Float[Array, "*batch U"]:
+    """Logits over the draft vocabulary without the Markov bias, in at least float32; those of padding are the lowest number.
 
-    As columns, which XLA:CPU prefers, 2 to 8 hidden states take it 14 times as long.
+    `fused`: of the data group in a rollout, else None.
     """
-    is_column = fused is not None and is_cpu(fused.mesh)
-    return jax.lax.optimization_barrier(hidden) if is_column else hidden
+    if fused is not None and is_cpu(fused.mesh):
+        # As rows: as columns, which XLA:CPU prefers, 2 to 8 hidden states take the product 14 times as long.
+        hidden = jax.lax.optimization_barrier(hidden)
+    if config.kind == "eagle3" and not config.norm_output:
+        hidden = ops.rms_norm(hidden, params.final_norm.astype(hidden.dtype), config.layers.rms_eps)
+    matrix = params.head
+    if matrix is None:
+        matrix = shared.head if params.ids is None else shared.head[params.ids]
+    scores = contract("...d,vd->...v", hidden, matrix.astype(hidden.dtype))
+    if params.ids is not None:
+        return scores
+    return masked(scores, jnp.arange(scores.shape[-1]) < config.layers.vocab_size)
 
 
 def frequent_ids(

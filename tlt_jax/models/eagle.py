@@ -17,11 +17,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from tlt_jax.distributed.mesh import sharding
 from tlt_jax.kernels import cache_rows, packed_attention, tree_attention
 from tlt_jax.kernels.fused import Fused
-from tlt_jax.kernels.numerics import contract, masked
-from tlt_jax.models import decoder_layer, kv_cache, layers as ops
+from tlt_jax.models import decoder_layer, drafter as drafters, kv_cache, layers as ops
 from tlt_jax.models.architecture import rollout_kv_heads
 from tlt_jax.models.decoder_layer import (
     finish,
@@ -31,16 +29,11 @@ from tlt_jax.models.decoder_layer import (
     packed_angles,
     queries,
 )
-from tlt_jax.models.drafter import (
-    DrafterConfig,
-    DrafterParams,
-    Shared,
-    as_rows,
-    cast,
-    gathered,
-)
+from tlt_jax.models.drafter import DrafterConfig, DrafterParams, Shared, cast, gathered
 from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.shapes import shaped
+
+logits = drafters.logits  # which every network has
 
 
 def scratch(
@@ -120,10 +113,8 @@ def nodes_in(
     """The layer's input, the tokens' embeddings, and cosine and sine of the rotary embedding."""
     state = state.reshape(-1, state.shape[-1]).T
     embedded = shared.embed[tokens.reshape(-1)].astype(state.dtype).T
-    cos, sin = ops.rope_angles(
-        config.layers.rope, config.layers.head_dim, positions.reshape(-1), state.dtype
-    )
-    return fuse(params, config, embedded, state, 0, given), embedded, (cos.T, sin.T)
+    angles = decoder_layer.node_angles(config.layers, positions, state.dtype)
+    return fuse(params, config, embedded, state, 0, given), embedded, angles
 
 
 def node_heads(
@@ -268,31 +259,6 @@ def draft_level(
     )
 
 
-@jax.named_scope("drafter/head")
-@shaped
-def logits(
-    params: DrafterParams,
-    config: DrafterConfig,
-    shared: Shared,
-    hidden: Float[Array, "*batch Z"],
-    fused: Fused | None = None,
-) -> Float[Array, "*batch U"]:
-    """Logits over the draft vocabulary, in at least float32; those of padding are the lowest number.
-
-    `fused`: of the data group in a rollout, else None.
-    """
-    hidden = as_rows(hidden, fused)
-    if config.kind == "eagle3" and not config.norm_output:
-        hidden = ops.rms_norm(hidden, params.final_norm.astype(hidden.dtype), config.layers.rms_eps)
-    matrix = shared.head if params.head is None else params.head
-    scores = contract("...d,vd->...v", hidden, matrix.astype(hidden.dtype))
-    return (
-        scores
-        if params.ids is not None
-        else masked(scores, jnp.arange(scores.shape[-1]) < config.layers.vocab_size)
-    )
-
-
 @shaped
 def shift(
     array: Shaped[Array, "B T *A"], segments: Int[Array, "B T"], by: int
@@ -340,12 +306,7 @@ def unroll(
     linearly with T. With a mesh, rows stay sharded over `data`.
     """
 
-    def rows(x: Array) -> Array:
-        return (
-            x
-            if mesh is None
-            else jax.lax.with_sharding_constraint(x, sharding(mesh, ("batch",), "train"))
-        )
+    rows = partial(ops.by_row, mesh=mesh)
 
     @jax.checkpoint
     def advance(

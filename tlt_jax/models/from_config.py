@@ -187,31 +187,30 @@ def drafter_config(config: Config, model: ModelConfig) -> DrafterConfig | None:
 def new_drafter_config(config: Config, model: ModelConfig) -> DrafterConfig:
     """The config of a new drafter of `drafter_training`. Raises ConfigError when its knobs conflict."""
     check_drafter_training(config)
-    knobs = config.drafter_training
-    if knobs.kind == "eagle":
-        return drafters.for_policy(model, knobs.kind)
-    changes = {"draft_vocab_size": min(knobs.vocab or DRAFT_VOCAB, model.vocab_size)}
-    return drafters.for_policy(model, knobs.kind, **changes)
+    kind, size = config.drafter_training.kind, model.vocab_size
+    if drafters.KINDS[kind].can_reduce:
+        size = min(config.drafter_training.vocab or DRAFT_VOCAB, size)
+    return drafters.for_policy(model, kind, draft_vocab_size=size)
 
 
 def check_drafter_training(config: Config) -> None:
     """Raises ConfigError when the knobs of `drafter_training` conflict."""
     knobs = config.drafter_training
-    if knobs.vocab and (knobs.start or knobs.kind == "eagle"):
-        reason = "an eagle drafter proposes every token"
+    if knobs.vocab and (knobs.start or not drafters.KINDS[knobs.kind].can_reduce):
+        reason = f"an {knobs.kind} drafter proposes every token"
         if knobs.start:
             reason = "the drafter of drafter_training.start has its own"
         raise ConfigError(f"drafter_training.vocab {knobs.vocab}: {reason}: set it to 0")
-    is_block = knobs.kind in drafters.BLOCK_KINDS
-    if knobs.unroll and is_block and not knobs.start:
-        raise not_unrolled(knobs.unroll, knobs.kind)
+    if not knobs.start:
+        check_unroll(knobs.unroll, knobs.kind)
 
 
-def not_unrolled(unroll: int, kind: str) -> ConfigError:
-    """The refusal of drafter_training.unroll for a block drafter."""
-    return ConfigError(
-        f"drafter_training.unroll {unroll}: a {kind} drafter drafts all positions in one step: set it to 0"
-    )
+def check_unroll(unroll: int, kind: str) -> None:
+    """Raises ConfigError for drafter_training.unroll with a block drafter."""
+    if unroll and drafters.KINDS[kind].is_block:
+        raise ConfigError(
+            f"drafter_training.unroll {unroll}: a {kind} drafter drafts all positions in one step: set it to 0"
+        )
 
 
 def check_start(config: Config, model: ModelConfig) -> None:
@@ -219,8 +218,7 @@ def check_start(config: Config, model: ModelConfig) -> None:
     knobs = config.drafter_training
     path = Path(parse.expand(knobs.start, "drafter_training.start"))
     drafter = hf_drafter.read_config(path, model, longest_sequence(config, model))
-    if knobs.unroll and drafter.kind in drafters.BLOCK_KINDS:
-        raise not_unrolled(knobs.unroll, drafter.kind)
+    check_unroll(knobs.unroll, drafter.kind)
 
 
 def drafter_acceptance(config: Config) -> tuple[float, ...]:

@@ -1,7 +1,8 @@
 """Drafter directories of Hugging Face, as other programs read them: config.json, tensors and what is accepted.
 
 EAGLE in the format of SGLang and vLLM; block drafters in that of z-lab (DFlash) and DeepSpec (DSpark), which vLLM reads. A new
-kind has a row in ARCHITECTURES and in TENSORS, and reads and writes its keys of config.json in `own_fields` and `to_raw`.
+kind has a row in ARCHITECTURES and in TENSORS, and reads and writes its keys of config.json in `block_fields` or
+`level_fields`, and in `to_raw`.
 
 The embedding, and the head of drafters without their own, are the policy's: they are neither written nor read. A draft
 vocabulary of eagle3 is `d2t`, offsets, and `t2d`; of block drafters `t2d` alone, and the Markov head's rows of other tokens are
@@ -81,19 +82,11 @@ READ = {
     "architectures", "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size", "tie_word_embeddings", "rope_theta",
     "rope_scaling", "rope_parameters", "rms_norm_eps", "max_position_embeddings", "hidden_act", "target_hidden_size",
-    "bias", "attention_bias", "mlp_bias", "fc_norm", "norm_output", "eagle_config", LAYER_IDS, "initializer_range",
-    "original_max_position_embeddings", "quantization_config", "partial_rotary_factor", "use_sliding_window",
-    "layer_types", "fc_bias",
+    "attention_bias", LAYER_IDS, "initializer_range", "original_max_position_embeddings", "quantization_config",
+    "partial_rotary_factor", "use_sliding_window", "layer_types",
 }  # fmt: skip
 DRAFT_VOCAB = "tlt_draft_vocab_size"  # ours: other programs draft from the whole vocabulary
-OF_EAGLE = {
-    "bias",
-    "fc_bias",
-    "mlp_bias",
-    "fc_norm",
-    "norm_output",
-    "eagle_config",
-}  # of READ: not of block drafters
+READ_EAGLE = {"bias", "fc_bias", "mlp_bias", "fc_norm", "norm_output", "eagle_config"}
 READ_BLOCK = {
     "block_size", "num_target_layers", "dflash_config", "mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type",
     "enable_confidence_head", "confidence_head_with_markov", "num_anchors", DRAFT_VOCAB,
@@ -130,12 +123,13 @@ def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
     """The configuration of a config.json. Raises ModelError or ValueError that names what is unsupported."""
     named = raw.get("architectures") or [None]
     kind, family = ARCHITECTURES.get(named[0], (None, None))
-    after = [[]] if kind in drafters.BLOCK_KINDS else [[], [hf_config.ARCHITECTURES.get(family)]]
+    is_block = kind is not None and drafters.KINDS[kind].is_block
+    after = [[]] if is_block else [[], [hf_config.ARCHITECTURES.get(family)]]
     if kind is None or named[1:] not in after:
         raise ModelError(
             f"architectures {named} are not a supported drafter: use {', '.join(ARCHITECTURES)}"
         )
-    own = own_fields(raw, policy, kind, family)
+    own = block_fields(raw, policy) if is_block else level_fields(raw, policy, kind, family)
     layers = replace(from_hf_config(dict(raw) | {"model_type": family}), tied=False, eos_ids=())
     config = DrafterConfig(
         kind, layers, policy.num_layers, **{"draft_vocab_size": layers.vocab_size} | own
@@ -144,12 +138,10 @@ def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
     return config
 
 
-def own_fields(
+def level_fields(
     raw: Mapping[str, Any], policy: ModelConfig, kind: str, family: str
 ) -> dict[str, Any]:
-    """The fields of DrafterConfig that a config.json gives beside the sizes of its layers. Raises as `from_raw` does."""
-    if kind in drafters.BLOCK_KINDS:
-        return block_fields(raw, policy)
+    """The fields of DrafterConfig that a config.json of EAGLE gives beside the sizes of its layers. Raises as `from_raw`."""
     refuse_unsupported(raw, kind, family)
     named = {"fc_bias": bool(raw.get("fc_bias") or raw.get("bias"))}
     named |= {name: bool(raw.get(name)) for name in ("fc_norm", "norm_output")}
@@ -161,7 +153,7 @@ def own_fields(
 
 def refuse_unsupported(raw: Mapping[str, Any], kind: str, family: str) -> None:
     """Raises ModelError for keys and values of a config.json that describe another network."""
-    refuse_unknown(raw, READ)
+    refuse_unknown(raw, READ | READ_EAGLE)
     if raw.get("num_hidden_layers") != 1:
         raise ModelError(
             f"num_hidden_layers {raw.get('num_hidden_layers')}: only drafters of one layer are supported"
@@ -198,8 +190,8 @@ def refuse_unknown(raw: Mapping[str, Any], known: set[str]) -> None:
 
 
 def block_fields(raw: Mapping[str, Any], policy: ModelConfig) -> dict[str, Any]:
-    """`own_fields` of a block drafter."""
-    refuse_unknown(raw, READ - OF_EAGLE | READ_BLOCK)
+    """`level_fields` of a block drafter."""
+    refuse_unknown(raw, READ | READ_BLOCK)
     if raw.get("model_type", "qwen3") != "qwen3":
         raise ModelError(
             f"model_type {raw['model_type']!r}: only block drafters with layers of qwen3 are supported"
@@ -223,8 +215,7 @@ def block_fields(raw: Mapping[str, Any], policy: ModelConfig) -> dict[str, Any]:
         raise ModelError(
             f"dflash_config names {', '.join(unknown)}: unknown here, and it may change the network"
         )
-    if not (isinstance(ids, list) and ids and all(type(one) is int for one in ids)):
-        raise ModelError(f"target_layer_ids {ids!r} is not a list of layer ids")
+    check_layer_ids("target_layer_ids", ids)
     counts = raw.get(LAYER_IDS)
     if counts is not None and counts != [one + 1 for one in ids]:
         raise ModelError(
@@ -244,6 +235,12 @@ def block_fields(raw: Mapping[str, Any], policy: ModelConfig) -> dict[str, Any]:
         "captures": tuple(one + 1 for one in ids), "block_size": size, "mask_token_id": mask, "causal": bool(causal),
         "markov_rank": rank, "confidence": sure,
     } | ({"draft_vocab_size": raw[DRAFT_VOCAB]} if raw.get(DRAFT_VOCAB) else {})  # fmt: skip
+
+
+def check_layer_ids(name: str, ids: Any) -> None:
+    """Raises ModelError unless the value of this key is a list of layer ids."""
+    if not (isinstance(ids, list) and ids and all(type(one) is int for one in ids)):
+        raise ModelError(f"{name} {ids!r} is not a list of layer ids")
 
 
 def agreed(raw: Mapping[str, Any], nested: dict[str, Any], name: str) -> Any:
@@ -278,10 +275,8 @@ def read_captures(raw: Mapping[str, Any], policy: ModelConfig) -> tuple[int, ...
             f"eagle_config names {', '.join(sorted(nested))}: unknown here, and it may change the network"
         )
     for ids in (outputs, counts):
-        if ids is not None and not (
-            isinstance(ids, list) and ids and all(isinstance(one, int) for one in ids)
-        ):
-            raise ModelError(f"{LAYER_IDS} {ids!r} is not a list of layer ids")
+        if ids is not None:
+            check_layer_ids(LAYER_IDS, ids)
     if outputs is None and counts is None:
         return 2, policy.num_layers // 2, policy.num_layers - 3
     after = tuple(one + 1 for one in outputs or ())

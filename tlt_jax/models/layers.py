@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from tlt_jax.distributed.mesh import sharding
 from tlt_jax.kernels.numerics import contract, widen
 from tlt_jax.models.low_rank import LowRank, is_low_rank
 from tlt_jax.shapes import shaped
@@ -159,6 +161,13 @@ def rotate(
     """x with the pairs (i, i + E/2) along `axis` rotated by their angle."""
     first, second = jnp.split(x, 2, axis=axis)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=axis)
+
+
+def by_row(x: Float[Array, "B ..."], mesh: Mesh | None) -> Float[Array, "B ..."]:
+    """x with its rows sharded over `data`; as it is without a mesh."""
+    if mesh is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, sharding(mesh, ("batch",), "train"))
 
 
 @shaped

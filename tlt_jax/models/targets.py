@@ -5,7 +5,7 @@ Shapes: R packed rows of T tokens on G data groups, N = R / G * T tokens of a gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from tlt_jax.distributed.mesh import sharding
 from tlt_jax.kernels.numerics import contract, masked, widen
-from tlt_jax.models import architecture, token_logprobs
+from tlt_jax.models import architecture
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.shapes import shaped
 
@@ -127,7 +127,7 @@ class Head(NamedTuple):
 
     def copies(self, weight: Float[Array, "V D"]) -> Float[Array, "G V D"]:
         """The weight gathered once for each data group."""
-        return token_logprobs.group_copies(weight, self.axes, self.mesh)
+        return group_copies(weight, self.axes, self.mesh)
 
     def place(self, copies: Float[Array, "G V D"]) -> Float[Array, "G V D"]:
         """Gradients of the copies, where these lie."""
@@ -155,6 +155,41 @@ class Head(NamedTuple):
 
 
 @shaped
+def score(
+    logits: Float[Array, "*A V"],
+    targets: Int[Array, "*A"],
+    temperature: float,
+    entropy_learns: bool,
+) -> tuple[Float[Array, "*A"], Float[Array, "*A"]]:
+    """Log-probability of the targets and entropy, of logits over the temperature (0 counts as 1).
+
+    Reduces over V only, so V may be sharded. Without `entropy_learns` the entropy has no gradient.
+    """
+    if temperature not in (0, 1):
+        logits = jnp.maximum(
+            logits / temperature, jnp.finfo(logits.dtype).min
+        )  # padding stays finite
+    shifted = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    total = jnp.sum(jnp.exp(shifted), axis=-1)
+    ids = jax.lax.broadcasted_iota(targets.dtype, shifted.shape, shifted.ndim - 1)
+    chosen = jnp.sum(jnp.where(ids == targets[..., None], shifted, 0), axis=-1)
+    logprobs = chosen - jnp.log(total)
+    if not entropy_learns:
+        shifted, total = jax.lax.stop_gradient((shifted, total))
+    entropy = jnp.log(total) - jnp.sum(jnp.exp(shifted) * shifted, axis=-1) / total
+    return logprobs, entropy
+
+
+@shaped
+def group_copies(
+    weight: Float[Array, ...], axes: Sequence[str | None], mesh: Mesh
+) -> Float[Array, "groups ..."]:
+    """The weight gathered once for each data group."""
+    copies = jnp.broadcast_to(weight, (mesh.shape["data"], *weight.shape))
+    return jax.lax.with_sharding_constraint(copies, sharding(mesh, ("batch", *axes), "rollout"))
+
+
+@shaped
 def target_logprobs(
     params: Params,
     model: ModelConfig,
@@ -173,9 +208,7 @@ def target_logprobs(
     def one(index: Array, results: Array) -> Array:
         part, chosen = targets.part(given, index)
         logits = head.visible(head.logits(copies, part))
-        return targets.put(
-            results, token_logprobs.score(logits, chosen, temperature, False)[0], index
-        )
+        return targets.put(results, score(logits, chosen, temperature, False)[0], index)
 
     results = jnp.zeros(targets.places.shape, widen(x.dtype))
     return targets.spread(jax.lax.fori_loop(0, targets.chunks, one, results))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from tlt_jax.distributed.mesh import is_gpu, sharding
+from tlt_jax.distributed.mesh import is_gpu
 from tlt_jax.kernels import cache_rows
 from tlt_jax.kernels.fused import Fused
 from tlt_jax.kernels.numerics import contract, masked
@@ -42,10 +43,7 @@ def hidden(
     by layer. `remat`: what each layer keeps for the backward pass.
     """
 
-    def rows(x: Array) -> Array:
-        if mesh is None:
-            return x
-        return jax.lax.with_sharding_constraint(x, sharding(mesh, ("batch",), "train"))
+    rows = partial(ops.by_row, mesh=mesh)
 
     def body(
         carry: tuple[Array, list[Array]], step: tuple[Array, Layer]
@@ -160,7 +158,7 @@ def tree_forward(
     B, N = tokens.shape
     with jax.named_scope("embed"):
         x = params.embed[tokens.reshape(-1)].T
-    cos, sin = ops.rope_angles(config.rope, config.head_dim, positions.reshape(-1), x.dtype)
+    angles = decoder_layer.node_angles(config, positions, x.dtype)
     kept, states, normed, arrivals = [], [x], None, None
     norms = [*(layer.attention_norm for layer in params.layers[1:]), params.final_norm]
     for layer, norm, keys, values in zip(
@@ -168,7 +166,7 @@ def tree_forward(
     ):
         past = keys, values, lengths, cache.slots_last
         (x, normed), k, v, arrivals = decoder_layer.tree_layer(
-            layer, config, (x, normed), norm, (cos.T, sin.T), ancestors, past, fused, arrivals
+            layer, config, (x, normed), norm, angles, ancestors, past, fused, arrivals
         )
         kept.append((k, v))
         states.append(x)

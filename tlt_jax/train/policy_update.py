@@ -26,7 +26,7 @@ from tlt_jax.config.validate import importance
 from tlt_jax.data import packing
 from tlt_jax.data.packing import PackedRows
 from tlt_jax.distributed.mesh import is_cpu, put, sharding
-from tlt_jax.models import architecture, lora, targets, token_logprobs as scoring, transformer
+from tlt_jax.models import architecture, lora, targets, transformer
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.models.lora import Adapters
 from tlt_jax.models.low_rank import Lora
@@ -214,7 +214,7 @@ def group_loss(
     """
     (rows, grads), algorithm = given, recipe.algorithm
     mask = rows.mask
-    logprobs, entropy = scoring.score(
+    logprobs, entropy = targets.score(
         logits, rows.targets, recipe.temperature, algorithm.entropy_coef != 0
     )
     logprobs, entropy = jnp.where(mask, logprobs, 0), jnp.where(mask, entropy, 0)
