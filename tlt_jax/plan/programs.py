@@ -84,7 +84,8 @@ def lower(
     names = "log-probs", "log-probs of the reference"
     base = policy_update.abstract_base(recipe)
     for name, scored in zip(names, batches.scored_policies(config, params, base), strict=False):
-        scores = partial(programs.score.lower, scored, rows.replace(old=None, reference=None))
+        plain = rows._replace(old_logprobs=None, reference_logprobs=None)
+        scores = partial(programs.score.lower, scored, plain)
         yield PlannedProgram(name, scores, recipe.mesh, resident)
     accumulate = partial(programs.accumulate.lower, sums, params, rows)
     holds = resident | pick(kinds, "gradients")
