@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_engine as tiny
 import test_speculation as drafting
+import tiny_engine as tiny
 
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import TRAIN_STREAM
@@ -28,6 +28,7 @@ from tlt_jax.rollout.executables.programs import (
     StateShape,
 )
 from tlt_jax.rollout.recorder import Ended, Harvested
+from tlt_jax.spec_decode.interface import DecodingParams
 from tlt_jax.spec_decode.strategy import Strategy
 
 WIDTH, SIZE = 8, 32
@@ -161,7 +162,7 @@ def test_a_harvester_adds_programs_and_events_with_features_only(x64):
 
 def test_the_largest_harvest_is_planned_when_there_is_a_harvester(x64):
     engine, _ = engine_of("eagle3", 1, 1, captures_states=True)
-    sizes = tiny.DecodingParams(tiny.PLAIN), 20, 4, 32
+    sizes = DecodingParams(tiny.PLAIN), 20, 4, 32
     assert "harvest" not in planned_programs.largest_programs(engine, *sizes)
     program = planned_programs.largest_programs(engine, *sizes, window=WIDTH)["harvest"]
     assert program == Harvest(StateShape(0, engine.capacity, 32), 4, WIDTH)
