@@ -232,7 +232,7 @@ def read(
     given += ["--mesh.fake_devices", "0", "--data.eval_size", str(args.prompts)]
     config = configuration.parse([*given, *overrides])
     print(f"{results.versions()}, {jax.devices()[0].device_kind}")
-    return args, config, datasets.load(config, datasets.tokenizer(config)).eval_prompts()
+    return args, config, datasets.load(config, datasets.tokenizer(config)).part()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -133,7 +133,7 @@ def test_every_split_is_asked_with_the_chat_template_of_any_tokenizer():
     task = tasks.make("word_problems", config.data.task_args)
     for prompts, rows in (
         (data.prompts(2), task.rows(0, range(16, 24), "train")),
-        (data.eval_prompts(), task.rows(0, range(5), "eval")),
+        (data.part(), task.rows(0, range(5), "eval")),
     ):
         texts = [f"[system]Count.[user]{row.prompt} Answer:[assistant]" for row in rows]
         assert [tokenizer.decode(prompt.tokens) for prompt in prompts] == texts

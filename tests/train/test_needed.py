@@ -24,7 +24,7 @@ def test_the_rows_of_a_process_are_the_same_without_the_answers_that_it_does_not
         train=replace(config.train, rows=2 * groups, row_tokens=128),
         algorithm=replace(config.algorithm, minibatches=1 + seed % 3),
     )
-    prompts = [Prompt(index, draw.integers(1, 99, draw.integers(2, 20)), {}) for index in range(12)]
+    prompts = [Prompt(draw.integers(1, 99, draw.integers(2, 20)), {}) for _ in range(12)]
     answers = [
         Completion(uid, uid // 4, uid % 4, draw.integers(1, 99, n), draw.normal(size=n), "stop")
         for uid, n in enumerate(draw.integers(1, 100, 48))

@@ -529,7 +529,7 @@ def test_an_answer_whose_logits_were_not_finite_reaches_neither_the_policy_nor_t
         train=Train(row_tokens=32, rows=1),
     )
     random, broken = np.random.default_rng(0), (1, 4)
-    prompts = [Prompt(0, np.array([1, 2]), {})]
+    prompts = [Prompt(np.array([1, 2]), {})]
     answers = [
         Completion(uid, 0, uid, random.integers(0, 7, 3 + uid), np.full(3 + uid, -1.0), "stop")
         for uid in range(6)

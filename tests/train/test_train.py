@@ -119,7 +119,7 @@ def test_a_run_learns_writes_each_step_once_and_saves_it(whole):
 
 def test_a_run_keeps_the_answers_of_its_evaluations(whole):
     assert sorted(evaluated(whole)) == [f"00000{n}.jsonl" for n in (0, 2, 4)]
-    prompts = datasets.load(whole, datasets.tokenizer(whole)).eval_prompts()
+    prompts = datasets.load(whole, datasets.tokenizer(whole)).part()
     for index, step in enumerate((0, 2, 4)):
         answers = evaluations.read(evaluations.path_of(whole.run, step))
         found = [(one.id, one.prompt, one.reference, one.sample) for one in answers]

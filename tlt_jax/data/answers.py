@@ -1,4 +1,4 @@
-"""Reads the final answer of a text, and numbers with units, without evaluating them; knows no reward."""
+"""Reads the final answer of a text, and numbers with units, without evaluating them."""
 
 from __future__ import annotations
 
@@ -67,17 +67,12 @@ percent % pct percentage|unit|watt|volt|ohm|joule|newton|hertz hz|mile/hour mph|
 student|child children|man men|woman women|boy|girl|way|point|page|book|coin|card|ball|ticket|game|item"""
 
 
-def _spellings(units: str) -> dict[str, str]:
-    """The name of a unit by each of its spellings."""
-    found = {}
-    for name, *others in (one.split(" ") for one in units.replace("\n", "|").split("|")):
-        for word in (name, *others):
-            for ending in ("", "s") if len(word) > 1 else ("",):
-                found[f"{word}{ending}".replace("_", " ")] = name.replace("_", " ")
-    return found
-
-
-SPELLINGS = _spellings(UNITS)
+SPELLINGS = {  # spelling -> name
+    f"{word}{ending}".replace("_", " "): words[0].replace("_", " ")
+    for words in map(str.split, UNITS.replace("\n", "|").split("|"))
+    for word in words
+    for ending in (("", "s") if len(word) > 1 else ("",))
+}
 POWERED = re.compile(
     r"(?:(square|sq|cubic|cu) )?(.+?) ?(?:\^ ?\{? ?([23]) ?\}?|([²³])|(squared|cubed))?"
 )
@@ -119,7 +114,7 @@ def marked(text: str) -> str | None:
 
     A "####" after the box counts when one amount follows it; else it is a heading. None without a mark.
     """
-    found, end = _last_box(text)
+    found, end = last_box(text)
     head, mark, tail = text.rpartition(MARK)
     line = tail.strip().partition("\n")[0].strip() if mark else None
     if not found.strip() or (mark and len(head) >= end and amount(line) is not None):
@@ -127,14 +122,11 @@ def marked(text: str) -> str | None:
     return found
 
 
-def boxed(text: str) -> str | None:
-    """The content of the last \\boxed{...} or \\fbox{...} whose braces balance, or of \\boxed 5; None without one."""
-    found, end = _last_box(text)
-    return found if end else None
+def last_box(text: str) -> tuple[str, int]:
+    """The content of the last \\boxed{...} or \\fbox{...} whose braces balance, or of \\boxed 5, and where it ends.
 
-
-def _last_box(text: str) -> tuple[str, int]:
-    """The content of the last box, and where it ends; ("", 0) without one. One pass over the text."""
+    ("", 0) without one. One pass over the text.
+    """
     last = (-1, 0, 0)  # start, and the content's first and last character
     opened: list[int] = []  # of each open brace: where the content of its box starts, or -1
     for match in BRACES.finditer(text):
@@ -156,7 +148,7 @@ def final_number(text: str) -> Fraction | None:
     "-$1,234.50" is -1234.5, "1/2" one number; the "-" of "5-3" is a minus between two numbers.
     """
     _, mark, tail = text.rpartition(MARK)
-    for part, index in [(tail, 0)] if mark else [(boxed(text) or "", -1), (text, -1)]:
+    for part, index in [(tail, 0)] if mark else [(last_box(text)[0], -1), (text, -1)]:
         plain = _plain_fractions(LATEX_COMMA.sub(",", part))
         if found := list(NUMBER.finditer(plain)):
             return _signed(plain, found[index])
@@ -296,21 +288,17 @@ def _value(match: re.Match[str]) -> Fraction | None:
         return None
     if (repeated := match["repeated"]) is not None:
         head = match["cycle"]
-        places = len(head.partition(".")[2])
-        return Fraction(f"0{head}0") + Fraction(
-            int(repeated), (10 ** len(repeated) - 1) * 10**places
-        )
+        below = (10 ** len(repeated) - 1) * 10 ** len(head.partition(".")[2])
+        return Fraction(f"0{head}0") + Fraction(int(repeated), below)
     if match["above"] is not None:
         whole, above, below = (
             Fraction((match[name] or "0").replace(",", "")) for name in ("whole", "above", "below")
         )
         return whole + above / below if below else None
     ten = match["e"] or (match["ten"] or "0").strip("{} ")
-    return (
-        Fraction(match["value"].replace(",", "")) * Fraction(10) ** int(ten)
-        if len(ten) <= 4
-        else None
-    )
+    if len(ten) > 4:
+        return None
+    return Fraction(match["value"].replace(",", "")) * Fraction(10) ** int(ten)
 
 
 def _places(decimal: str) -> int:

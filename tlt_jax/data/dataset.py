@@ -1,7 +1,4 @@
-"""Prompts of step k, evaluation prompts and worked solutions as functions of (seed, k).
-
-Knows no model or device.
-"""
+"""Prompts of step k, evaluation prompts and worked solutions as functions of (seed, k)."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ import numpy as np
 
 from tlt_jax.config import Config, parse
 from tlt_jax.config.schema import DROP, Data
-from tlt_jax.data import adapter_files, files as rows_of, prompt_format, tasks
+from tlt_jax.data import adapter_files, files, prompt_format, tasks
 from tlt_jax.data.files import ID, Problems
 from tlt_jax.data.prompt_format import Encoder, Prompt, token_bytes
 from tlt_jax.data.stop_rules import StopRules, stop_texts
@@ -27,6 +24,11 @@ from tlt_jax.keys import ROLLOUT_STREAM, SFT_STREAM, order_seed
 
 EVAL, TRAIN = "eval", "train"  # parts of the data
 MOST_TOO_LONG = 0.5  # a larger share of prompts that are too long is a mistake
+DROPPED = {  # counts of rows of data.train that are neither training nor evaluation rows
+    "duplicates": "duplicates",
+    "also_evaluation": "also in the evaluation",
+    "too_long": "longer than data.max_prompt_tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -61,38 +63,29 @@ class Dataset:
         """
         positions = range(position, position + size)
         if self.task:
-            rows = _task_rows(self.task, self.config.train.seed, positions, TRAIN)
-            return _within_limit(self.encoder.prompts(rows), self.config.data)
+            return _task_prompts(
+                self.config, self.task, self.encoder, self.config.train.seed, positions, TRAIN
+            )
 
         order = self._order(ROLLOUT_STREAM, len(self.train))
-        chosen = [self.train[int(order[p])] for p in positions]
-        return [
-            Prompt(i, prompt.tokens, prompt.row, prompt.text) for i, prompt in enumerate(chosen)
-        ]
+        return [self.train[int(order[p])] for p in positions]
 
-    def eval_prompts(self) -> list[Prompt]:
-        """The first eval.prompts prompts of the evaluation split, or all; the same at every call."""
-        return self.part(EVAL)
-
-    def part(self, name: str) -> list[Prompt]:
+    def part(self, name: str = EVAL) -> list[Prompt]:
         """The first eval.prompts prompts of a part of the data, or all; the same at every call.
 
         `name`: "eval"; "train", of a generated task as many as its evaluation split has; or a source of other rows, as in
         data.eval. Raises DataError.
         """
+        data = self.config.data
         if name == EVAL:
-            rows = self.eval
-        elif name != TRAIN:
-            rows = _other_rows(self.config, self.encoder, name)
-        elif self.task:
-            positions = range(self.config.data.eval_size)
-            rows = self.encoder.prompts(
-                _task_rows(self.task, self.config.train.seed, positions, TRAIN)
-            )
-            rows = _within_limit(rows, self.config.data)
+            prompts = self.eval
+        elif name == TRAIN:
+            prompts = self.window(0, data.eval_size) if self.task else self.train
         else:
-            rows = self.train
-        return list(rows[: self.config.eval.prompts or None])
+            rows = files.read(self.config, "--split", name, problems := Problems())
+            problems.stop_if_any()
+            prompts, _ = _short_enough(self.encoder.prompts(rows), data)
+        return list(prompts[: self.config.eval.prompts or None])
 
     def digest(self) -> str:
         """A digest of the training and evaluation rows; for a generated task, of its first step and its evaluation rows."""
@@ -116,21 +109,14 @@ class Dataset:
     @property
     def dropped(self) -> int:
         """Number of rows of data.train that are neither training nor evaluation rows."""
-        return sum(
-            self.counts.get(name, 0) for name in ("duplicates", "also_evaluation", "too_long")
-        )
+        return sum(self.counts.get(name, 0) for name in DROPPED)
 
     def describe(self) -> str:
         """One line about the rows: how many are used, and how many were dropped and why."""
         counts = self.counts
         if self.task:
             return f"data: generated task {self.config.data.task}, {counts['eval_rows']} rows of evaluation"
-        dropped = {
-            "duplicates": counts.get("duplicates", 0),
-            "also in the evaluation": counts.get("also_evaluation", 0),
-            "longer than data.max_prompt_tokens": counts["too_long"],
-        }
-        found = [f"{count:,} {why}" for why, count in dropped.items() if count]
+        found = [f"{counts[name]:,} {why}" for name, why in DROPPED.items() if counts.get(name)]
         line = f"data: {counts['train_rows']:,} of {counts['rows']:,} rows"
         line += f" (dropped: {', '.join(found)})" if found else ""
         line += f", {counts['eval_rows']:,} of evaluation"
@@ -225,44 +211,46 @@ def _load_task(config: Config, encoder: Encoder) -> Dataset:
             f"data.eval {data.eval!r} needs data.train: a generated task makes its own evaluation split"
         )
 
-    longest = vars(task.longest_row())
-    _check_longest(
-        "prompt",
-        encoder.prompts([longest])[0].tokens,
-        "data.max_prompt_tokens",
-        data.max_prompt_tokens,
-    )
+    longest = _with_id(task.longest_row())
+    limit, tokens = data.max_prompt_tokens, encoder.prompts([longest])[0].tokens
+    longest_texts = [("prompt", tokens, "data.max_prompt_tokens", limit)]
     if config.sft.steps:
-        limit = config.rollout.max_new_tokens
-        _check_longest(
-            "solution (with EOS)", encoder.solutions([longest])[0], "rollout.max_new_tokens", limit
-        )
-
-    rows = _task_rows(task, data.split_seed, range(data.eval_size), EVAL)
-    held_out = _within_limit(encoder.prompts(rows), data)
-    counted = Counter(row[ID] for row in rows)
-    if repeated := [name for name, count in counted.items() if count > 1]:
-        raise DataError(
-            f"{counted[repeated[0]]} rows of the task {data.task!r} have the id {repeated[0]!r}: give each row its own"
-        )
-    return Dataset(config, encoder, task, (), held_out, {"eval_rows": len(rows)})
-
-
-def _check_longest(what: str, tokens: np.ndarray, knob: str, limit: int) -> None:
-    if len(tokens) > limit:
-        raise DataError(
-            f"the task's longest {what} has {len(tokens)} tokens and {knob} is {limit}: "
-            "raise it or give the task shorter rows with data.task_args"
-        )
-
-
-def _within_limit(prompts: list[Prompt], data: Data) -> list[Prompt]:
-    """The prompts of a task. Raises DataError when one exceeds data.max_prompt_tokens although longest_row does not."""
-    for prompt in prompts:
-        if len(prompt.tokens) > data.max_prompt_tokens:
+        limit, tokens = config.rollout.max_new_tokens, encoder.solutions([longest])[0]
+        longest_texts.append(("solution (with EOS)", tokens, "rollout.max_new_tokens", limit))
+    for what, tokens, knob, limit in longest_texts:
+        if len(tokens) > limit:
             raise DataError(
-                f"row {prompt.id} of the task {data.task!r} has {len(prompt.tokens)} tokens, more than its longest_row "
-                f"and data.max_prompt_tokens {data.max_prompt_tokens}: raise it"
+                f"the task's longest {what} has {len(tokens)} tokens and {knob} is {limit}: "
+                "raise it or give the task shorter rows with data.task_args"
+            )
+
+    held_out = _task_prompts(config, task, encoder, data.split_seed, range(data.eval_size), EVAL)
+    for name, count in Counter(prompt.id for prompt in held_out).most_common(1):
+        if count > 1:
+            raise DataError(
+                f"{count} rows of the task {data.task!r} have the id {name!r}: give each row its own"
+            )
+    return Dataset(config, encoder, task, (), held_out, {"eval_rows": len(held_out)})
+
+
+def _task_prompts(
+    config: Config,
+    task: tasks.Task,
+    encoder: Encoder,
+    seed: int,
+    indices: Sequence[int],
+    split: str,
+) -> list[Prompt]:
+    """Prompts of a task. Raises DataError when one exceeds data.max_prompt_tokens although longest_row does not."""
+    prompts, limit = (
+        encoder.prompts(_task_rows(task, seed, indices, split)),
+        config.data.max_prompt_tokens,
+    )
+    for prompt in prompts:
+        if len(prompt.tokens) > limit:
+            raise DataError(
+                f"row {prompt.id} of the task {config.data.task!r} has {len(prompt.tokens)} tokens, more than its "
+                f"longest_row and data.max_prompt_tokens {limit}: raise it"
             )
     return prompts
 
@@ -270,20 +258,17 @@ def _within_limit(prompts: list[Prompt], data: Data) -> list[Prompt]:
 def _task_rows(
     task: tasks.Task, seed: int, indices: Sequence[int], split: str
 ) -> list[dict[str, Any]]:
-    return [vars(row) | {ID: str(row.id)} for row in task.rows(seed, indices, split)]
+    return [_with_id(row) for row in task.rows(seed, indices, split)]
 
 
-def _other_rows(config: Config, encoder: Encoder, source: str) -> list[Prompt]:
-    problems = Problems()
-    rows = rows_of.read(config, "--split", source, problems)
-    problems.stop_if_any()
-    return _short_enough(encoder.prompts(rows), config.data)[0]
+def _with_id(row: tasks.Row) -> dict[str, Any]:
+    return vars(row) | {ID: str(row.id)}
 
 
 def _load_files(config: Config, encoder: Encoder) -> Dataset:
     data, problems = config.data, Problems()
-    rows = rows_of.read(config, "data.train", data.train, problems)
-    eval_rows = rows_of.read(config, "data.eval", data.eval, problems) if data.eval else []
+    rows = files.read(config, "data.train", data.train, problems)
+    eval_rows = files.read(config, "data.eval", data.eval, problems) if data.eval else []
     problems.stop_if_any()
 
     every, counts = encoder.prompts(rows), {"rows": len(rows)}
@@ -360,19 +345,15 @@ def _split_order(config: Config, prompts: Sequence[Prompt]) -> list[int]:
 
 
 def _short_enough(prompts: list[Prompt], data: Data) -> tuple[list[Prompt], int]:
-    """The prompts of 1 to data.max_prompt_tokens tokens, renumbered, and how many were longer.
+    """The prompts of 1 to data.max_prompt_tokens tokens, and how many were longer.
 
     Raises DataError for a prompt without tokens, and when the share of longer ones exceeds MOST_TOO_LONG.
     """
     problems, limit = Problems(), data.max_prompt_tokens
+    what, fix = "the prompt has no tokens", "change the prompt or the tokenizer"
     for prompt in prompts:
         if not len(prompt.tokens):
-            problems.add(
-                prompt.id,
-                None,
-                "the prompt has no tokens",
-                "change the prompt or the tokenizer",
-            )
+            problems.add(prompt.id, None, what, fix)
     problems.stop_if_any()
     kept = [p for p in prompts if len(p.tokens) <= limit]
     dropped, longest = len(prompts) - len(kept), max((len(p.tokens) for p in prompts), default=0)
@@ -381,4 +362,4 @@ def _short_enough(prompts: list[Prompt], data: Data) -> tuple[list[Prompt], int]
             f"{dropped} of {len(prompts)} prompts are longer than data.max_prompt_tokens {limit}: raise it (the longest has "
             f"{longest} tokens), or leave them out of the data: at most {MOST_TOO_LONG:.0%} are dropped"
         )
-    return [Prompt(i, p.tokens, p.row, p.text) for i, p in enumerate(kept)], dropped
+    return kept, dropped

@@ -10,8 +10,9 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
+from functools import partial
 from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -115,63 +116,60 @@ def lone_surrogate(text: str) -> str:
     return f"\\u{ord(found[0]):x} at character {found.start() + 1}" if found else ""
 
 
-def read_file(path: Path, problems: Problems) -> list[tuple[int, dict[str, Any]]]:
-    """(line or row number from 1, row) of one file.
+Numbered = list[tuple[int, dict[str, Any]]]  # (line or row number from 1, row)
 
-    Records lines that are not valid rows as problems.
-    """
-    if path.suffix not in SUFFIXES:
-        problems.add(str(path), None, f"unknown kind of file {path.suffix!r}", f"use {KINDS}")
+
+def read_file(path: Path, problems: Problems) -> Numbered:
+    """The rows of one file with their numbers. Records lines that are not valid rows as problems."""
+    problem, kind = partial(problems.add, str(path)), path.suffix
+    if kind not in SUFFIXES:
+        problem(None, f"unknown kind of file {kind!r}", f"use {KINDS}")
         return []
-    if path.suffix == ".parquet":
-        return _read_parquet(path, problems)
-    data = path.read_bytes()
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        problems.add(str(path), None, "not UTF-8 but UTF-16", "save the file as UTF-8")
-        return []
-    data = data.removeprefix(codecs.BOM_UTF8)
-    if path.suffix == ".csv":
-        return _read_csv(path, data, problems)
-    if path.suffix == ".json" and data.lstrip()[:1] == b"[":
-        return _read_json(path, data, problems)
-    return _read_jsonl(path, data, problems)
+    if kind == ".parquet":
+        rows = _read_parquet(path, problem)
+    else:
+        data = path.read_bytes()
+        if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            problem(None, "not UTF-8 but UTF-16", "save the file as UTF-8")
+            return []
+        data = data.removeprefix(codecs.BOM_UTF8)
+        if kind != ".csv" and not (kind == ".json" and data.lstrip()[:1] == b"["):
+            rows = _read_jsonl(data, problem)
+        else:
+            try:
+                text = data.decode("utf-8")
+            except UnicodeDecodeError as error:
+                problem(None, "not UTF-8", "save the file as UTF-8", str(error))
+                return []
+            rows = (_read_csv if kind == ".csv" else _read_json)(text, problem)
+    if not rows and all(place != str(path) for place, _ in problems.groups):
+        problem(None, "the file is empty", "write at least one row")
+    return rows
 
 
-def _read_jsonl(path: Path, data: bytes, problems: Problems) -> list[tuple[int, dict[str, Any]]]:
-    rows, fix = [], "write one JSON object per line"
+def _read_jsonl(data: bytes, problem: Callable[..., None]) -> Numbered:
+    rows = []
     for number, raw in enumerate(data.split(b"\n"), 1):
         if not raw.strip():
             continue
         try:
-            row = json.loads(raw.decode("utf-8"))
+            rows.append((number, json.loads(raw.decode("utf-8"))))
         except UnicodeDecodeError as error:
             byte = f"byte 0x{raw[error.start]:02x} at column {error.start + 1}"
-            problems.add(str(path), number, "not UTF-8", "save the file as UTF-8", byte)
-        except json.JSONDecodeError as error:
-            detail = f"{error.msg} at column {error.colno}"
-            problems.add(str(path), number, "bad JSON", fix, detail)
+            problem(number, "not UTF-8", "save the file as UTF-8", byte)
         except (RecursionError, ValueError) as error:
-            problems.add(str(path), number, "bad JSON", fix, _why(error))
-        else:
-            rows.append((number, row))
-
-    if not data.strip():
-        problems.add(str(path), None, "the file is empty", fix)
-    return _objects(path, rows, problems)
+            is_form = isinstance(error, json.JSONDecodeError)
+            detail = f"{error.msg} at column {error.colno}" if is_form else _why(error)
+            problem(number, "bad JSON", "write one JSON object per line", detail)
+    return _objects(rows, problem)
 
 
-def _read_json(path: Path, data: bytes, problems: Problems) -> list[tuple[int, dict[str, Any]]]:
+def _read_json(text: str, problem: Callable[..., None]) -> Numbered:
     """The rows of a JSON list, numbered from 1."""
     try:
-        rows = json.loads(data.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        problems.add(str(path), None, "not UTF-8", "save the file as UTF-8", str(error))
+        return _objects(enumerate(json.loads(text), 1), problem)
     except (RecursionError, ValueError) as error:
-        problems.add(str(path), None, "bad JSON", "write a list of JSON objects", _why(error))
-    else:
-        if not rows:
-            problems.add(str(path), None, "the file is empty", "write at least one row")
-        return _objects(path, list(enumerate(rows, 1)), problems)
+        problem(None, "bad JSON", "write a list of JSON objects", _why(error))
     return []
 
 
@@ -180,70 +178,50 @@ def _why(error: Exception) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
-def _objects(
-    path: Path, rows: Iterable[tuple[int, Any]], problems: Problems
-) -> list[tuple[int, dict[str, Any]]]:
+def _objects(rows: Iterable[tuple[int, Any]], problem: Callable[..., None]) -> Numbered:
     """The rows that are JSON objects; records the others as problems."""
     kept = []
     for number, row in rows:
         if isinstance(row, dict):
             kept.append((number, row))
         else:
-            kind = type(row).__name__
             fix = "write {column: value, ...}"
-            problems.add(str(path), number, "not a JSON object", fix, kind)
+            problem(number, "not a JSON object", fix, type(row).__name__)
     return kept
 
 
-def _read_csv(path: Path, data: bytes, problems: Problems) -> list[tuple[int, dict[str, Any]]]:
+def _read_csv(text: str, problem: Callable[..., None]) -> Numbered:
     """The rows below a header, numbered by their last line; every value is text, as it is written."""
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        problems.add(str(path), None, "not UTF-8", "save the file as UTF-8", str(error))
-        return []
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     rows, lines = [], csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = next(lines, [])
         if len(set(header)) < len(header):
             names = ", ".join(sorted({repr(one) for one in header if header.count(one) > 1}))
-            problems.add(str(path), 1, "a column is named twice", "rename one", names)
-        cells: list[str] = []
+            problem(1, "a column is named twice", "rename one", names)
         for cells in filter(None, lines):
             if len(cells) == len(header):
                 rows.append((lines.line_num, dict(zip(header, cells, strict=True))))
             else:
                 detail = f"{len(cells)} values, and the header has {len(header)} columns"
                 fix = "quote values that hold commas or line ends"
-                problems.add(str(path), lines.line_num, "not as long as the header", fix, detail)
+                problem(lines.line_num, "not as long as the header", fix, detail)
     except csv.Error as error:
         fix = "quote values that hold quotes, and double these"
-        problems.add(str(path), lines.line_num, "bad CSV", fix, str(error))
-    else:
-        if not cells:
-            problems.add(str(path), None, "the file is empty", "write a header, and one row a line")
+        problem(lines.line_num, "bad CSV", fix, str(error))
     return rows
 
 
-def _read_parquet(path: Path, problems: Problems) -> list[tuple[int, dict[str, Any]]]:
+def _read_parquet(path: Path, problem: Callable[..., None]) -> Numbered:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()
+        return list(enumerate(pyarrow.parquet.ParquetFile(path).read().to_pylist(), 1))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        problems.add(
-            str(path),
-            None,
-            "not a readable Parquet file",
-            "write it again",
-            str(error).splitlines()[0],
-        )
-        return []
-    if not rows:
-        problems.add(str(path), None, "the file is empty", "write at least one row")
-    return list(enumerate(rows, 1))
+        reason = str(error).splitlines()[0]
+        problem(None, "not a readable Parquet file", "write it again", reason)
+    return []
 
 
 # Files of these names describe a data set; `datasets` writes them next to the rows.

@@ -106,13 +106,11 @@ class Example(NamedTuple):
 class Spans:
     """Where the answers of examples lie in packed rows of `shape` (A, R, T), in the given order of the examples.
 
-    `places` [n, 3]: accumulation step, row, and first target position; `segments` [n]: numbers of the examples in their
-    rows; `lengths` [n]: tokens of the answers.
+    `places` [n, 3]: accumulation step, row, and first target position; `lengths` [n]: tokens of the answers.
     """
 
     shape: tuple[int, int, int]
     places: np.ndarray
-    segments: np.ndarray
     lengths: np.ndarray
 
     def spread(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -137,28 +135,25 @@ def pack(
     """The examples, packed into `rows` rows of `row_tokens` tokens per accumulation step, and where their answers lie.
 
     First-fit decreasing: longest first, equal lengths by uid; at most most_segments(row_tokens) per row. `groups`
-    data groups get equal numbers of rows. Raises ValueError as `check`.
+    data groups get equal numbers of rows. Raises ValueError as `arrange`.
     """
     places = arrange(examples, row_tokens, rows, groups)
     shape = (1 + max(place.step for place in places), rows, row_tokens)
-    arrays = {
-        name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segments", "targets")
-    }
-    is_answer = np.zeros(shape, bool)
-    spans, numbers = np.zeros((len(examples), 3), np.int64), np.zeros(len(examples), np.int64)
+    tokens, positions, segments, targets = (np.zeros(shape, np.int32) for _ in range(4))
+    is_answer, answers = np.zeros(shape, bool), np.zeros((len(examples), 3), np.int64)
     for index, step, row, segment, start in places:
         example = examples[index]
         end, first = start + example.length, start + len(example.prompt) - 1
-        text = np.concatenate([example.prompt, example.answer])
-        arrays["tokens"][step, row, start:end] = text
-        arrays["positions"][step, row, start:end] = np.arange(example.length)
-        arrays["segments"][step, row, start:end] = segment
-        arrays["targets"][step, row, first : end - 1] = example.answer
+        tokens[step, row, start:end] = np.concatenate([example.prompt, example.answer])
+        positions[step, row, start:end] = np.arange(example.length)
+        segments[step, row, start:end] = segment
+        targets[step, row, first : end - 1] = example.answer
         is_answer[step, row, first : end - 1] = True
-        spans[index], numbers[index] = (step, row, first), segment
+        answers[index] = step, row, first
 
     lengths = np.array([len(example.answer) for example in examples])
-    return PackedRows(**arrays, is_answer=is_answer), Spans(shape, spans, numbers, lengths)
+    packed = PackedRows(tokens, positions, segments, targets, is_answer)
+    return packed, Spans(shape, answers, lengths)
 
 
 class Place(NamedTuple):
@@ -174,8 +169,26 @@ class Place(NamedTuple):
 def arrange(
     examples: Sequence[Example], row_tokens: int, rows: int, groups: int = 1
 ) -> list[Place]:
-    """The places of all examples in `pack`; they depend on lengths and uids only."""
-    check(examples, row_tokens, rows, groups)
+    """The places of all examples in `pack`; they depend on lengths and uids only.
+
+    Raises ValueError for no examples, an empty or too long example, or rows that the groups do not divide.
+    """
+    if not examples:
+        raise ValueError("no examples to pack")
+    if rows < 1 or rows % groups:
+        raise ValueError(
+            f"{rows} rows do not divide over {groups} data groups: set train.rows to a multiple"
+        )
+    for example in examples:
+        if len(example.prompt) == 0 or len(example.answer) == 0:
+            raise ValueError(
+                f"example {example.uid} has an empty prompt or answer: nothing to predict"
+            )
+        if example.length > row_tokens:
+            raise ValueError(
+                f"example {example.uid} has {example.length} tokens, a row {row_tokens}: set train.row_tokens to at "
+                f"least {example.length}"
+            )
 
     order = sorted(range(len(examples)), key=lambda i: (-examples[i].length, examples[i].uid))
     lengths = [examples[i].length for i in order]
@@ -190,27 +203,6 @@ def arrange(
                 places.append(Place(order[j], step, row, segment, start))
                 start += examples[order[j]].length
     return places
-
-
-def check(examples: Sequence[Example], row_tokens: int, rows: int, groups: int) -> None:
-    """Raises ValueError for no examples, an empty or too long example, or rows that the groups do not divide."""
-    if not examples:
-        raise ValueError("no examples to pack")
-    if rows < 1 or rows % groups:
-        raise ValueError(
-            f"{rows} rows do not divide over {groups} data groups: set train.rows to a multiple"
-        )
-
-    for example in examples:
-        if len(example.prompt) == 0 or len(example.answer) == 0:
-            raise ValueError(
-                f"example {example.uid} has an empty prompt or answer: nothing to predict"
-            )
-        if example.length > row_tokens:
-            raise ValueError(
-                f"example {example.uid} has {example.length} tokens, a row {row_tokens}: set train.row_tokens to at "
-                f"least {example.length}"
-            )
 
 
 def first_fit(lengths: Sequence[int], capacity: int, most: int) -> list[list[int]]:

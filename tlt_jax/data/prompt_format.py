@@ -28,7 +28,6 @@ class Prompt:
     id as ID, also as "id" where the source has no such column.
     """
 
-    index: int
     tokens: np.ndarray
     row: dict[str, Any]
     text: str | None = ""
@@ -76,7 +75,7 @@ class Encoder:
                 raise DataError(f"the chat template rejects row {row[ID]}: {error}") from error
         # The template adds the special tokens.
         tokens = self._tokens(texts, special=not self.config.data.chat_template)
-        return [Prompt(i, *parts) for i, parts in enumerate(zip(tokens, rows, texts, strict=True))]
+        return list(map(Prompt, tokens, rows, texts))
 
     def solutions(self, rows: Sequence[dict[str, Any]]) -> list[np.ndarray]:
         """Token ids int32 of the rows' solutions, with EOS."""
@@ -270,7 +269,7 @@ def of_ids(words: Sequence[Any], place: str) -> Prompt:
         raise DataError(
             f'{place}: {shown} are no token ids: write whole numbers from 0, below the size of the vocabulary, such as "1,2,3"'
         )
-    return Prompt(0, np.array([number for _, number in found], np.int32), {}, None)
+    return Prompt(np.array([number for _, number in found], np.int32), {}, None)
 
 
 def token_id(word: Any) -> int | None:

@@ -91,9 +91,8 @@ def automaton(stops: Sequence[Sequence[int]]) -> tuple[np.ndarray, dict[int, int
         is_end[node] = True
 
     step = np.zeros((len(children), len(symbols) + 1), np.int32)
-    shorter = [0] * len(
-        children
-    )  # failure links: the longest proper suffix of a node that is a node
+    # Failure links: the longest proper suffix of a node that is a node.
+    shorter = [0] * len(children)
     waiting = deque([0])
     while waiting:
         node = waiting.popleft()

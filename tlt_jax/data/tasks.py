@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from functools import cached_property
 from itertools import count
 from typing import Any, Protocol
 
@@ -175,9 +174,11 @@ class WordProblems:
     def _draw(self, key: np.uint64, split: str) -> tuple[Arithmetic, list[int]]:
         """The numbers and the words of a row: the first ones from its key whose numbers belong to the split."""
         for attempt in count():
-            draws = _draws(key, attempt)
+            counters = np.uint64(attempt * DRAWS) + np.arange(DRAWS, dtype=np.uint64)
+            draws = (mix(key + counters) >> np.uint64(33)).tolist()
             numbers = self._numbers(draws)
-            if _is_eval(numbers) == (split == "eval"):
+            values = np.array([[len(numbers.start), *numbers.start, *numbers.changes]])
+            if is_eval(values, np.array([values.shape[1]]))[0] == (split == "eval"):
                 return numbers, draws[NUMBERS:]
 
     def _numbers(self, draws: list[int]) -> Arithmetic:
@@ -197,19 +198,6 @@ class WordProblems:
             changes.append((1 + size % limit) * (1 if is_gain else -1))
             total += changes[-1]
         return Arithmetic(start, tuple(changes))
-
-
-def _draws(key: np.uint64, attempt: int) -> list[int]:
-    """The numbers from 0 that one attempt of a row draws from."""
-    first = np.uint64(attempt * DRAWS)
-    bits = mix(np.array([key]) + first + np.arange(DRAWS, dtype=np.uint64))
-    return (bits >> np.uint64(33)).tolist()
-
-
-def _is_eval(numbers: Arithmetic) -> bool:
-    """Whether a problem belongs to the evaluation split: of all problems with the same numbers the same."""
-    values = np.array([[len(numbers.start), *numbers.start, *numbers.changes]])
-    return bool(is_eval(values.astype(np.int64), np.array([values.shape[1]]))[0])
 
 
 def _row(name: str, numbers: Arithmetic, words: list[int]) -> Row:
@@ -252,9 +240,6 @@ class Task(Protocol):
     def longest_row(self) -> Row: ...
 
     def tokenizer(self) -> Any: ...
-
-
-METHODS = ("rows", "verify", "longest_row", "tokenizer")
 
 
 @dataclass(frozen=True)
@@ -302,10 +287,8 @@ class Fold:
 
         hurries = np.zeros(len(lengths), bool)
         if split == "sft":
-            hurries = (
-                unit(mix(mix(np.asarray(indices, np.uint64)) + np.uint64(seed % 2**64)))
-                < self.hasty
-            )
+            draws = mix(mix(np.asarray(indices, np.uint64)) + np.uint64(seed % 2**64))
+            hurries = unit(draws) < self.hasty
 
         rows = []
         for index, length, text, total, hurry in zip(
@@ -336,23 +319,16 @@ class Fold:
         """A transformers fast tokenizer with one token per character, EOS and padding."""
         return character_tokenizer([*DIGITS[: self.modulus], "Ġ", "=", ":"])
 
-    @cached_property
-    def _length_cdf(self) -> np.ndarray:
-        weights = (
-            np.arange(1, self.max_length - self.min_length + 2, dtype=np.float64) ** -self.tail
-        )
-        return np.cumsum(weights / weights.sum())
-
     def _lists(self, seed: int, indices: np.ndarray, split: str) -> tuple[np.ndarray, np.ndarray]:
         """Digits int64[R, max_length] (zero past the length) and lengths int[R].
 
         Rejects lists of the other split and draws them again.
         """
         keys = row_keys(seed, indices, split)
-
-        uniform = unit(mix(keys))
-        steps = np.searchsorted(self._length_cdf[:-1], uniform, side="right")
-        lengths = self.min_length + steps
+        ranks = np.arange(1, self.max_length - self.min_length + 2, dtype=np.float64)
+        weights = ranks**-self.tail
+        below = np.cumsum(weights / weights.sum())[:-1]  # the distribution of lengths
+        lengths = self.min_length + np.searchsorted(below, unit(mix(keys)), side="right")
 
         positions = np.arange(self.max_length, dtype=np.uint64)
         digits = np.zeros((len(indices), self.max_length), dtype=np.int64)
@@ -360,9 +336,8 @@ class Fold:
 
         while missing.size:
             counters = np.uint64(attempt * self.max_length) + positions
-            draw = (
-                (mix(keys[missing, None] + counters) >> np.uint64(33)) % np.uint64(self.modulus)
-            ).astype(np.int64)
+            bits = mix(keys[missing, None] + counters) >> np.uint64(33)
+            draw = (bits % np.uint64(self.modulus)).astype(np.int64)
             draw *= positions < lengths[missing, None]
             digits[missing] = draw
             held_out = is_eval(draw, lengths[missing])
@@ -370,6 +345,7 @@ class Fold:
         return digits, lengths
 
 
+METHODS = ("rows", "verify", "longest_row", "tokenizer")
 TASKS = {"fold": Fold, "word_problems": WordProblems}
 
 
@@ -379,7 +355,16 @@ def make(name: str, args: dict[str, Any]) -> Task:
     For module:function the Task that function(**args) returns. Raises ConfigError.
     """
     if extension.is_own(name):
-        return _own(name, args)
+        maker = extension.load("data.task", name)
+        if reason := extension.misfit(maker, **args):
+            raise ConfigError(f"data.task_args {args} do not fit {name!r}: {reason}")
+        task = maker(**args)
+        if missing := [method for method in METHODS if not callable(getattr(task, method, None))]:
+            raise ConfigError(
+                f"data.task {name!r} gave a {type(task).__name__} without {', '.join(missing)}: see Task in "
+                "tlt_jax/data/tasks.py"
+            )
+        return task
     if name not in TASKS:
         raise ConfigError(
             f"data.task {name!r} is not a task: choose one of {', '.join(TASKS)}, or module:function"
@@ -396,15 +381,3 @@ def make(name: str, args: dict[str, Any]) -> Task:
             raise ConfigError(f"data.task_args.{key} {value!r} is not of type {known[key]}")
 
     return TASKS[name](**args)
-
-
-def _own(name: str, args: dict[str, Any]) -> Task:
-    maker = extension.load("data.task", name)
-    if reason := extension.misfit(maker, **args):
-        raise ConfigError(f"data.task_args {args} do not fit {name!r}: {reason}")
-    task = maker(**args)
-    if missing := [method for method in METHODS if not callable(getattr(task, method, None))]:
-        raise ConfigError(
-            f"data.task {name!r} gave a {type(task).__name__} without {', '.join(missing)}: see Task in tlt_jax/data/tasks.py"
-        )
-    return task
