@@ -30,23 +30,24 @@ def groups(name: str) -> list[dict]:
 def misjudged(reward: terms.Reward, group: dict, text: str = "{}") -> list[tuple[str, float]]:
     """The answers of a group whose score is not the one by hand."""
     expected = [(one, 1.0) for one in group["right"]] + [(one, 0.0) for one in group["wrong"]]
-    row = {"answer": group["reference"]}
+    prompt, row = group.get("prompt", QUESTION), {"answer": group["reference"]}
     return [
         (one, score)
         for one, right in expected
-        if (score := reward(QUESTION, text.replace("{}", one), row)) != right
+        if (score := reward(prompt, text.replace("{}", one), row)) != right
     ]
 
 
 @pytest.fixture(scope="module")
-def formulas() -> terms.Reward:
-    return terms.math_reward()
+def rewards() -> dict[str, terms.Reward]:
+    names = ("gsm8k", "gsm8k_flexible", "math", "math_flexible", "format")
+    return {name: terms.resolve(name, Config()) for name in names}
 
 
-def test_math_scores_each_answer_as_by_hand(formulas):
+def test_math_scores_each_answer_as_by_hand(rewards):
     found = groups("answers.jsonl")
     assert sum(len(one["right"]) + len(one["wrong"]) for one in found) > 1000
-    wrong = {one["reference"]: misjudged(formulas, one, "So \\boxed{{}}.") for one in found}
+    wrong = {one["reference"]: misjudged(rewards["math"], one, "So \\boxed{{}}.") for one in found}
     assert not {reference: texts for reference, texts in wrong.items() if texts}
 
 
@@ -66,26 +67,21 @@ def test_the_table_says_what_math_verify_misjudges():
 
 
 @pytest.mark.parametrize("group", groups("completions.jsonl"), ids=lambda one: one["reference"])
-def test_the_marked_answer_of_a_completion_is_scored_as_by_hand(group, formulas):
-    reward = formulas if group["reward"] == "math" else terms.gsm8k
-    assert not misjudged(reward, group)
+def test_the_answer_of_a_completion_is_scored_as_by_hand(group, rewards):
+    assert not misjudged(rewards[group["reward"]], group)
 
 
 @pytest.mark.parametrize("group", groups("answers.jsonl"), ids=lambda one: one["reference"])
-def test_an_identical_text_never_scores_0(group, formulas):
+def test_an_identical_text_never_scores_0(group, rewards):
     reference = group["reference"]
     for text in (f"\\boxed{{{reference}}}", f"#### {reference}"):
-        assert (
-            formulas("", text, {"answer": text}) == formulas("", text, {"answer": reference}) == 1
-        )
+        assert all(rewards["math"]("", text, {"answer": one}) == 1 for one in (text, reference))
         if answers.reference(text):
             assert terms.gsm8k("", text, {"answer": text}) == 1
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_an_answer_of_a_policy_in_a_loop_costs_little_and_is_no_failure(name, formulas):
-    rewards = {one: terms.resolve(one, Config()) for one in ("gsm8k", "gsm8k_flexible", "format")}
-    rewards |= {"math": formulas, "math_flexible": terms.math_reward(is_flexible=True)}
+def test_an_answer_of_a_policy_in_a_loop_costs_little_and_is_no_failure(name, rewards):
     for one, reward in rewards.items():
         start = time.process_time()
         score = terms.evaluate(one, reward, "Go.", LOOPS[name], {"answer": "#### 7"})[one]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import REWARDS
+from tlt_jax.config.schema import REWARDS, Reward
 from tlt_jax.errors import RewardError
 from tlt_jax.rewards import Score, Scorer, scorer as scorer_module, terms, worker
 
@@ -65,14 +65,11 @@ def probe(prompt, completion, row):
 def make_config(
     rewards: dict[str, float], timeout_s: float = 5.0, workers: int = 1, failure_score: float = -1.0
 ):
-    config = Config()
-    knobs = {
-        "terms": rewards,
-        "timeout_s": timeout_s,
-        "workers": workers,
-        "failure_score": failure_score,
-    }
-    return replace(config, reward=replace(config.reward, **knobs))
+    return Config(
+        reward=Reward(
+            terms=rewards, timeout_s=timeout_s, workers=workers, failure_score=failure_score
+        )
+    )
 
 
 @pytest.fixture
@@ -144,13 +141,12 @@ def test_scoring_continues_while_the_caller_does_not_poll(user_module):
         assert scorer.collect() == {}
 
 
-def until(found) -> None:
-    """Waits for something that another thread does."""
-    for _ in range(3000):
-        if found():
-            return
+def until(holds) -> None:
+    """Waits for something that another thread or process does."""
+    end = time.monotonic() + 300.0
+    while not holds():
+        assert time.monotonic() < end
         time.sleep(0.01)
-    raise AssertionError("it does not happen")
 
 
 def test_new_scores_are_seen_once_before_all_are_collected(user_module):
@@ -188,15 +184,10 @@ def test_closing_does_not_wait_for_a_reward_that_hangs(user_module):
 
 def test_what_a_hung_reward_started_is_killed_with_it(user_module, tmp_path):
     completion = f"child {tmp_path / 'pid'}"
-    assert (
-        score_all(make_config({user_module: 1.0}, timeout_s=0.5), [completion])[completion].failure
-        == "timeout"
-    )
+    scores = score_all(make_config({user_module: 1.0}, timeout_s=0.5), [completion])
+    assert scores[completion].failure == "timeout"
     pid = int((tmp_path / "pid").read_text())
-    until = time.monotonic() + 60.0
-    while time.monotonic() < until and is_running(pid):
-        time.sleep(0.02)
-    assert not is_running(pid)
+    until(lambda: not is_running(pid))
 
 
 def test_what_rewards_have_started_ends_with_a_trainer_that_is_killed(user_module, tmp_path):
@@ -215,21 +206,14 @@ with Scorer(config) as scorer:
     trainer = subprocess.Popen(
         [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path}
     )
-    wait_until((tmp_path / "pid").exists)
-    wait_until((tmp_path / "pid").read_text)
+    until((tmp_path / "pid").exists)
+    until((tmp_path / "pid").read_text)
     child = int((tmp_path / "pid").read_text())
     group = os.getpgid(child)
     assert is_running(child) and is_running(group)
     trainer.kill()
     trainer.wait()
-    wait_until(lambda: not is_running(child) and not is_running(group))
-
-
-def wait_until(holds) -> None:
-    until = time.monotonic() + 300.0
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    until(lambda: not is_running(child) and not is_running(group))
 
 
 def test_workers_get_the_variables_that_are_named(user_module, monkeypatch):
@@ -241,21 +225,19 @@ def test_workers_get_the_variables_that_are_named(user_module, monkeypatch):
     assert (parts[f"{user_module}/seen"], parts[f"{user_module}/known"]) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        b"",
-        b"[]",
-        b'["score", {"a": "b"}]',
-        b'["score", {"a": NaN}, 1]',
-        b'["term", 1]',
-        b"cos\nsystem\n",
-        b"{}",
-    ],
-)
-def test_what_is_no_message_of_a_worker_is_refused(message):
-    with pytest.raises(ValueError):
-        scorer_module.read(message)
+def test_what_is_no_message_of_a_worker_is_refused():
+    odd = (
+        '["score", {"a": "b"}]',
+        '["score", {"a": NaN}, 1]',
+        '["term", 1]',
+        "cos\n",
+        "{}",
+        "[]",
+        "",
+    )
+    for message in odd:
+        with pytest.raises(ValueError):
+            scorer_module.read(message.encode())
 
 
 @pytest.mark.parametrize(("cores", "count"), [(1, 2), (3, 3), (64, 4)])
@@ -394,78 +376,10 @@ def test_a_script_that_imports_jax_without_a_main_guard_can_score(tmp_path):
     assert (done.stdout, done.returncode) == ("1.0\n", 0), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("It costs $1,234.50 in all.", "1234.5"),
-        ("5-3=2", "2"),
-        ("it is -7", "-7"),
-        ("-$7", "-7"),
-        ("$ -5", "-5"),
-        ("= −4", "-4"),
-        ("x - 5", "5"),
-        ("(5)-3", "3"),
-        ("18.00 dollars.", "18"),
-        ("50%", "50"),
-        (".5 of it", "0.5"),
-        ("1,2345", "2345"),
-        ("10 m2 of CO2", "10"),
-        ("#### 42 and 3", "42"),
-        ("\\boxed{12} in 3 days", "12"),
-        ("none", "0.1"),
-        ("####", "0.1"),
-    ],
-)
-def test_the_final_number_of_a_text(text, number):
-    row = {"answer": f"#### {number}"}
-    assert terms.gsm8k_flexible("", text, row) == float(number != "0.1")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "completion", "score"),
-    [
-        ("", "It takes 3 days. #### 12", 1),
-        ("", "#### $1,200.00 in all\nThat was easy: 7.", 0),
-        ("", "#### 12 dollars\nThat was easy: 7.", 1),
-        ("", "#### **12**", 1),
-        ("", "####\n12", 1),
-        ("", "#### Step 1\nAll in all \\boxed{12}.", 1),
-        ("", "\\boxed{12}", 1),
-        ("", "<think>11? #### 11</think> #### 12", 1),
-        ("Go. <think>", "so </think> #### 12", 1),
-        ("", "\n".join(map(str, range(1, 13))), 0),
-        ("", "perhaps 12, or 13, or even 12", 0),
-        ("", "The answer is 12.", 0),
-        ("", "#### 11 or 12", 0),
-        ("", "#### 12 or 11", 0),
-        ("", "\\boxed{11, 12}", 0),
-        ("", "<think>it may be #### 12", 0),
-        ("Go. <think>\n", "it may be #### 12", 0),
-        ("", "<think>#### 12</think> I do not know", 0),
-    ],
-)
-def test_gsm8k_wants_one_marked_number(prompt, completion, score):
-    assert terms.gsm8k(prompt, completion, {"answer": "long. #### 12"}) == score
-
-
-@pytest.mark.parametrize(
-    "text", ["#### 1{,}234", "\\boxed{1{,}234}", "\\boxed{1,\\!234}", "#### 1,234"]
-)
-def test_a_comma_of_latex_separates_thousands(text):
-    row = {"answer": "#### 1,234"}
-    assert terms.gsm8k("", text, row) == terms.gsm8k_flexible("", text, row) == 1
-    assert terms.math_reward()("", text, {"answer": "1234"}) == 1
-
-
+@pytest.mark.skipif("GSM8K_DIR" not in os.environ, reason="GSM8K_DIR is not set")
 def test_gold_answers_score_one_and_perturbed_ones_zero():
-    folder = os.environ.get("GSM8K_DIR")
-    if not folder:
-        pytest.skip("GSM8K_DIR is not set")
-    lines = [
-        line
-        for name in ("train", "test")
-        for line in (Path(folder) / f"{name}.jsonl").open(encoding="utf-8")
-    ]
+    files = [Path(os.environ["GSM8K_DIR"]) / f"{name}.jsonl" for name in ("train", "test")]
+    lines = [line for path in files for line in path.open(encoding="utf-8")]
     assert len(lines) == 8792
     formulas = terms.math_reward()
     for i, line in enumerate(lines):
@@ -474,68 +388,13 @@ def test_gold_answers_score_one_and_perturbed_ones_zero():
         value = int(gold.replace(",", ""))
         wrong = (value + 1, value - 1, value * 10 + 3, value + 100)[i % 4]
         for given, score in ((value, 1.0), (wrong, 0.0)):
-            for form in (f"{solution}#### {given:,}", f"\\boxed{{{given}}}"):
-                assert terms.gsm8k("", form, row) == score, (form, row)
+            text = f"The answer is {given:,}.00 dollars."
+            assert terms.gsm8k("", text, row) == 0.0, text
+            for form in (f"{solution}#### {given:,}", f"\\boxed{{{given}}}", text):
                 assert terms.gsm8k_flexible("", form, row) == score, (form, row)
-            form = f"The answer is {given:,}.00 dollars."
-            assert terms.gsm8k_flexible("", form, row) == score, (form, row)
-            assert terms.gsm8k("", form, row) == 0.0
+                assert form is text or terms.gsm8k("", form, row) == score, (form, row)
             assert i % 8 or formulas("", f"{solution}#### {given:,}", row) == score, row
         assert terms.gsm8k("", row["answer"], row) == 1.0
-        assert terms.gsm8k("", f"\\boxed{{{gold}}}", {"answer": gold.strip()}) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("completion", "reference", "score"),
-    [
-        ("### 12", "12", 1),
-        ("**12**", "12", 1),
-        ("Thus $x=3$. Final answer: $\\frac{3}{4}$.", "\\frac34", 1),
-        ("It costs $18 and $20. The answer is $38.", "38", 1),
-        ("**Answer:** 7", "7", 1),
-        ("2x+3", "3+2x", 1),
-        ("\\[ x = 4 \\]", "4", 1),
-        ("<think>it is 4", "4", 1),
-        ("no idea", "4", 0),
-        ("", "4", 0),
-        ("__import__('os').system('true')", "4", 0),
-    ],
-)
-def test_flexible_math_finds_an_answer_that_nothing_marks(completion, reference, score):
-    row = {"answer": reference}
-    assert terms.math_reward(is_flexible=True)("", completion, row) == score
-    assert terms.math_reward()("", completion, row) == 0
-
-
-@pytest.mark.parametrize(
-    ("completion", "reference", "score"),
-    [
-        ("so \\boxed{\\frac{1}{2}}", "0.5", 1),
-        ("#### 12 dollars", "12", 1),
-        ("#### **12**", "12", 1),
-        ("#### 3.5 km", "3.5", 1),
-        ("#### Step 2\nso \\boxed{12}\n#### Check\n12 is right", "12", 1),
-        ("#### 12 million", "12", 0),
-        ("#### 12 pi", "12", 0),
-        ("#### 12 or 13", "12", 0),
-        ("\\boxed{12 or 13}", "12", 0),
-        ("12", "12", 0),
-        ("12 or 13 or 12", "12", 0),
-        ("<think>it is \\boxed{12}", "12", 0),
-        ("\\boxed{1,234}", "1234", 1),
-        ("\\boxed{\\text{Monday}}", "Monday", 1),
-        ("\\boxed{(1,2)}", "(1,2)", 1),
-        ("\\boxed{\\{1,2\\}}", "\\{2,1\\}", 1),
-        ("<think>\\boxed{3}</think> \\boxed{4}", "4", 1),
-        ("#### 72", "The long way. #### 72", 1),
-        ("\\boxed{\\frac{1}{3}}", "0.5", 0),
-        ("\\boxed{4", "5", 0),
-        ("\\boxed{__import__('os').system('true')}", "4", 0),
-    ],
-)
-def test_math_compares_values_of_marked_answers(completion, reference, score):
-    row = {"answer": reference}
-    assert terms.math_reward()("", completion, row) == score
 
 
 def test_no_model_text_is_compiled(monkeypatch):
@@ -545,22 +404,13 @@ def test_no_model_text_is_compiled(monkeypatch):
         raise AssertionError("sympy was about to evaluate text")
 
     monkeypatch.setattr(parser, "eval_expr", refuse)
-    compiled = []
-    is_watching = True
+    compiled, is_watching = [], True
     sys.addaudithook(
-        lambda event, args: (
-            compiled.append(str(args[0])) if is_watching and event == "compile" else None
-        )
+        lambda event, args: is_watching and event == "compile" and compiled.append(str(args[0]))
     )
     attack = "__import__('os').system('marker')"
-    texts = [
-        attack,
-        f"\\boxed{{{attack}}}",
-        f"${attack}$",
-        f"#### {attack}",
-        f"the answer is {attack}",
-        "1/2*(marker)",
-    ]
+    texts = [attack, f"\\boxed{{{attack}}}", f"${attack}$", f"#### {attack}"]
+    texts += [f"the answer is {attack}", "1/2*(marker)"]
     for name in REWARDS:
         reward = terms.resolve(name, Config())
         for text in texts:

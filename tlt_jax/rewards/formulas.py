@@ -54,10 +54,6 @@ SETTINGS = latex2sympy2.ConversionConfig(lowercase_symbols=False)
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-class TooLarge(ValueError):
-    """A formula that would take too long to compute."""
-
-
 def equal(reference: str, answer: str) -> bool:
     """Whether an answer is the reference: the same text, the same amount, or an equal formula.
 
@@ -192,7 +188,7 @@ class Converter(latex2sympy2._Latex2Sympy):
     def parse_number(self, text: str):
         found = answers.amount(text)
         if found is None:
-            raise TooLarge(text)
+            raise ValueError(text)
         return _number(found)
 
     def convert_postfix_list(self, arr, i=0):
@@ -214,18 +210,18 @@ class Converter(latex2sympy2._Latex2Sympy):
 
 
 def size(formula: Any) -> float:
-    """An upper bound of log10 of the numbers that computing a formula makes, at least 0. Raises TooLarge beyond DIGITS."""
+    """An upper bound of log10 of the numbers that computing a formula makes, at least 0. Raises ValueError beyond DIGITS."""
     if isinstance(formula, sympy.Rational):
         found = max(abs(formula.p).bit_length(), formula.q.bit_length()) * math.log10(2)
         found = math.log10(max(abs(formula.p), formula.q)) if found < 300 else found
     elif isinstance(formula, sympy.MatrixBase):
         found = max(map(size, formula.flat()), default=0.0)
         if len(formula.flat()) > ELEMENTS:
-            raise TooLarge("a large matrix")
+            raise ValueError("a large matrix")
     else:
         found = _size(formula, [size(one) for one in getattr(formula, "args", ())])
     if found > DIGITS:
-        raise TooLarge(f"a number of {found:.0f} digits")
+        raise ValueError(f"a number of {found:.0f} digits")
     return found
 
 
@@ -239,7 +235,7 @@ def _size(formula: Any, parts: Sequence[float]) -> float:
     if isinstance(formula, sympy.factorial | sympy.exp | sympy.gamma | sympy.sinh | sympy.cosh):
         value = _power(parts[0])
         if value > LARGEST:
-            raise TooLarge("a large argument")
+            raise ValueError("a large argument")
         return value * max(1.0, math.log10(max(value, 1.0)))
     if isinstance(formula, sympy.binomial):
         return _power(parts[0]) * math.log10(2)
@@ -248,14 +244,14 @@ def _size(formula: Any, parts: Sequence[float]) -> float:
     if isinstance(formula, sympy.Mul | sympy.MatMul):
         return sum(parts)
     if len(parts) > ELEMENTS:
-        raise TooLarge("many elements")
+        raise ValueError("many elements")
     return max(parts, default=1.0)
 
 
 def _power(exponent: float) -> float:
-    """10**exponent. Raises TooLarge when it is too large for any exponent."""
+    """10**exponent. Raises ValueError when it is too large for any exponent."""
     if exponent > 5:
-        raise TooLarge("a large exponent")
+        raise ValueError("a large exponent")
     return 10.0**exponent
 
 
@@ -276,9 +272,8 @@ def _stated(wanted: Any, given: Any) -> tuple[Any, Any]:
 
 
 def _is_equation(formula: Any) -> bool:
-    return isinstance(formula, sympy.Eq) or (
-        isinstance(formula, And) and all(isinstance(one, sympy.Eq) for one in formula.args)
-    )
+    parts = formula.args if isinstance(formula, And) else [formula]
+    return all(isinstance(one, sympy.Eq) for one in parts)
 
 
 def _sides(equation: Any) -> list[Any]:

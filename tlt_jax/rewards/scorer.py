@@ -1,7 +1,4 @@
-"""A pool of workers that score completions; workers that hang or crash are replaced.
-
-It knows no reward and imports no JAX.
-"""
+"""A pool of workers that score completions; workers that hang or crash are replaced. No JAX."""
 
 from __future__ import annotations
 
@@ -209,12 +206,9 @@ class Scorer:
         ours.send(self.config)
         with theirs:
             descriptors = theirs.fileno(), self._alive[0]
+            code = f"from tlt_jax.rewards import worker; worker.main{descriptors}"
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    f"from tlt_jax.rewards import worker; worker.main{descriptors}",
-                ],
+                [sys.executable, "-c", code],
                 env=environment(self.config.reward.environment),
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
@@ -280,14 +274,9 @@ class Scorer:
         elif kind == "term":
             worker.term = content[0]
         elif kind == "score":
-            weights = self.config.reward.terms
-            self._finish(
-                worker,
-                Score(
-                    math.fsum(weight * content[0][name] for name, weight in weights.items()),
-                    content[0],
-                ),
-            )
+            (parts,), weights = content, self.config.reward.terms
+            value = math.fsum(weight * parts[name] for name, weight in weights.items())
+            self._finish(worker, Score(value, parts))
         else:
             self._finish(worker, self._failed("error", worker, content[0]))
 
@@ -313,9 +302,8 @@ class Scorer:
                 return
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
-                self._fail(
-                    f"the reward workers do not start: {detail}, {self._failed_starts} times in a row"
-                )
+                times = f"{self._failed_starts} times in a row"
+                self._fail(f"the reward workers do not start: {detail}, {times}")
                 return
 
         self._workers[self._workers.index(worker)] = self._start()
@@ -330,12 +318,8 @@ class Scorer:
         return True
 
     def _failed(self, failure: str, worker: Worker, detail: str) -> Score:
-        return Score(
-            self.config.reward.failure_score,
-            {},
-            failure,
-            f"{worker.term}: {detail}" if worker.term else detail,
-        )
+        detail = f"{worker.term}: {detail}" if worker.term else detail
+        return Score(self.config.reward.failure_score, {}, failure, detail)
 
     def _finish(self, worker: Worker, score: Score) -> None:
         with self._changed:

@@ -1,4 +1,4 @@
-"""Reward functions, by name; knows no process and imports no JAX."""
+"""Reward functions, by name. No JAX."""
 
 from __future__ import annotations
 
@@ -74,26 +74,16 @@ def tagged(prompt: str, completion: str, row: dict[str, Any]) -> dict[str, float
 
     The prompt may contain the opening tag. An answer is marked by \\boxed{...} or "####".
     """
-    thoughts, is_closed, answer = completion.partition(answers.CLOSE_THINK)
-    is_open, opened = prompt.rstrip().endswith(answers.OPEN_THINK), 0
-    if not is_open:
-        before, is_open, thoughts = thoughts.partition(answers.OPEN_THINK)
-        is_open, opened = is_open and not before.strip(), 1
-
-    is_once = (completion.count(answers.OPEN_THINK), completion.count(answers.CLOSE_THINK)) == (
-        opened,
-        1,
-    )
-    is_thought = bool(is_open and is_closed and is_once and thoughts.strip())
-
-    tail = answer if is_closed else completion
-    is_marked = bool((answers.marked(tail) or "").strip())
-
-    return {
-        "score": (is_thought + is_marked) / 2,
-        "think": float(is_thought),
-        "answer": float(is_marked),
-    }
+    text = completion
+    if prompt.rstrip().endswith(answers.OPEN_THINK):
+        text = answers.OPEN_THINK + completion
+    thoughts, is_closed, answer = text.partition(answers.CLOSE_THINK)
+    before, is_open, thoughts = thoughts.partition(answers.OPEN_THINK)
+    is_once = text.count(answers.OPEN_THINK) == text.count(answers.CLOSE_THINK) == 1
+    is_thought = bool(is_open and is_closed and is_once and thoughts.strip()) and not before.strip()
+    is_marked = bool((answers.marked(answer if is_closed else completion) or "").strip())
+    score = (is_thought + is_marked) / 2
+    return {"score": score, "think": float(is_thought), "answer": float(is_marked)}
 
 
 def math_reward(is_flexible: bool = False) -> Reward:
@@ -104,9 +94,8 @@ def math_reward(is_flexible: bool = False) -> Reward:
     """
     from tlt_jax.rewards import formulas  # imports SymPy
 
-    formulas.equal(
-        "x^2", "(x+1)^2"
-    )  # reads the tables of the parser, before the first answer waits for it
+    # Reads the tables of the parser, before the first answer waits for it.
+    formulas.equal("x^2", "(x+1)^2")
 
     def score(prompt: str, completion: str, row: dict[str, Any]) -> float:
         wanted = answers.marked(row["answer"]) or row["answer"]

@@ -26,7 +26,9 @@ from tlt_jax.rewards import terms
 # Environment variables that workers get; names that end in * are prefixes.
 PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "PYTHON*", "OMP_*",
           "OPENBLAS_*", "MKL_*", "HF_*")  # fmt: skip
-LEAST_MEMORY = 2**33  # bytes of data memory that a worker may always have
+LEAST_MEMORY = (
+    2**33
+)  # bytes of data memory; a worker may have an eighth of the host's, and always so many
 
 
 def environment(names: Sequence[str]) -> dict[str, str]:
@@ -51,15 +53,10 @@ def main(descriptor: int, alive: int) -> None:
     pipe = Connection(descriptor)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         config = pipe.recv()
-        limit = memory_limit()
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limit = max(LEAST_MEMORY, host // 8)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         serve(pipe, config)
-
-
-def memory_limit() -> int:
-    """Bytes of data memory of a worker: an eighth of the host's memory, and at least LEAST_MEMORY."""
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(LEAST_MEMORY, host // 8)
 
 
 def start_thread(pipe: Connection, config: Config) -> threading.Thread:
@@ -92,7 +89,17 @@ def serve(pipe: Connection, config: Config) -> None:
             return
     tell(pipe, "ready")
     while True:
-        _serve(pipe, rewards)
+        job = pipe.recv_bytes()
+        parts: dict[str, float] = {}
+        try:
+            prompt, completion, row = pickle.loads(job)
+            for name, reward in rewards.items():
+                tell(pipe, "term", name)
+                parts |= terms.evaluate(name, reward, prompt, completion, row)
+        except Exception as error:  # the boundary where model text meets a parser: this score fails
+            tell(pipe, "error", _describe(error))
+        else:
+            tell(pipe, "score", parts)
 
 
 def guard(alive: int, descriptor: int) -> None:
@@ -108,21 +115,6 @@ def guard(alive: int, descriptor: int) -> None:
 def tell(pipe: Connection, *message: Any) -> None:
     """Sends one message to the parent."""
     pipe.send_bytes(json.dumps(message).encode())
-
-
-def _serve(pipe: Connection, rewards: dict[str, terms.Reward]) -> None:
-    """Scores the next job. An exception of a reward fails this score; the worker continues."""
-    job = pipe.recv_bytes()
-    parts: dict[str, float] = {}
-    try:
-        prompt, completion, row = pickle.loads(job)
-        for name, reward in rewards.items():
-            tell(pipe, "term", name)
-            parts |= terms.evaluate(name, reward, prompt, completion, row)
-    except Exception as error:  # the boundary where model text meets a parser
-        tell(pipe, "error", _describe(error))
-    else:
-        tell(pipe, "score", parts)
 
 
 def _describe(error: Exception) -> str:
