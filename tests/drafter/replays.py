@@ -14,7 +14,7 @@ from tlt_jax.drafter.replay import Replay, ReplayConfig
 from tlt_jax.rollout.recorder import Emitted, Ended, Harvested, Look
 from tlt_jax.spec_decode.decode_state import BROKEN, RUNNING, TRUNCATED, Features
 
-SAMPLES, ROWS, T = 2, 2, 32
+SAMPLES, T = 2, 64  # tokens of the packed row
 TOKEN = (6 + 4) * 4  # bytes of a position in `numbers`
 LONG = ((2, 27), (7, 15), (3, 4), (1, 50), (6, 30), (2, 2))  # tokens of prompts and answers
 

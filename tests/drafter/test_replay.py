@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from replays import (
-    ROWS,
     TOKEN,
+    T,
     feed,
     filled,
     numbers,
@@ -18,7 +18,6 @@ from replays import (
     texts_of,
 )
 
-from tlt_jax.drafter.replay import ReplayConfig
 from tlt_jax.rollout.recorder import Emitted, Ended, Harvested, Look
 from tlt_jax.spec_decode.decode_state import RUNNING, Features
 
@@ -42,7 +41,7 @@ def test_held_out_windows_are_never_trained_on_and_are_drawn_separately():
         allowed = {texts[uid] for uid in texts if (uid in out) == held_out}
         drawn = set()
         for draw in range(6):
-            batch = replay.sample(draw, ROWS, 64, held_out=held_out)
+            batch = replay.sample(draw, 2 * T, held_out=held_out)
             drawn |= {tuple(tokens) for tokens, *_ in segments_of(batch)}
         whole = {tokens for tokens in drawn if tokens in set(texts.values())}
         assert whole and whole <= allowed
@@ -54,8 +53,7 @@ def test_every_position_holds_the_features_of_its_token_and_of_no_root():
     assert len(replay.held) == 10, "as many as fit"
     seen = set()
     for draw in range(12):
-        rows, row_tokens = (ROWS, 16) if draw else (4, 60)
-        batch = replay.sample(draw, rows, row_tokens)
+        batch = replay.sample(draw, 32 if draw else 240)
         is_padding = np.asarray(batch.segments) == 0
         assert is_padding.any() == (draw == 0)
         for values in (batch.features, batch.states, batch.tokens, batch.positions):
@@ -81,13 +79,13 @@ def test_what_is_drawn_does_not_depend_on_the_order_of_arrival(dtype):
     backwards.begin(0, request_of(texts))
     values = [one.astype(dtype) for one in numbers(texts)]
     feed(backwards, texts, *values, together=2, order=-1)
-    drawn = [[replay.sample(draw, ROWS, 16) for draw in range(3)] for replay in (one, backwards)]
+    drawn = [[replay.sample(draw, 32) for draw in range(3)] for replay in (one, backwards)]
     assert_same(*drawn)
     assert drawn[0][0].features.dtype == dtype
-    assert_same(drawn[0][1], one.sample(1, ROWS, 16))
+    assert_same(drawn[0][1], one.sample(1, 32))
     texts = [{tuple(tokens) for tokens, *_ in segments_of(batch)} for batch in drawn[0]]
     assert texts[0] != texts[1] != texts[2], "every draw is another one"
-    later = filled(dtype=dtype, seed=1).sample(0, ROWS, 16)
+    later = filled(dtype=dtype, seed=1).sample(0, 32)
     assert {tuple(tokens) for tokens, *_ in segments_of(later)} != texts[0]
 
 
@@ -96,7 +94,7 @@ def test_states_that_are_not_captured_are_the_features():
     replay = replay_of(width=10)
     replay.begin(0, request_of(texts))
     feed(replay, texts, numbers(texts)[0], None)
-    batch = replay.sample(0, ROWS, 16)
+    batch = replay.sample(0, 32)
     assert batch.states is batch.features
 
 
@@ -121,13 +119,11 @@ def test_the_previous_step_stands_in_for_answers_that_are_not_finished():
     replay = filled(texts=texts, step=4, width=40)
     assert len(replay.held) == 4 and "drafter/replay_age" not in replay.metrics()
     replay.begin(5, request_of(texts))
-    assert len(replay.held) == 4 and replay.sample(0, 1, 64) is not None, (
-        "it has one before any ends"
-    )
+    assert len(replay.held) == 4 and replay.sample(0, T) is not None, "it has one before any ends"
     replay.begin(5, request_of(texts))
     now = {uid: pair for uid, pair in texts.items() if len(pair[1]) in (4, 12)}
     feed(replay, now, *numbers(now))
-    found = sorted(len(tokens) for tokens, *_ in segments_of(replay.sample(0, 1, 128)))
+    found = sorted(len(tokens) for tokens, *_ in segments_of(replay.sample(0, 2 * T)))
     # Both current answers, and the two longer previous ones once each: the others have 16 tokens in both steps.
     assert found == [6, 14, 22, 32]
     assert replay.metrics() == {
@@ -138,7 +134,7 @@ def test_the_previous_step_stands_in_for_answers_that_are_not_finished():
     replay.begin(6, request_of(texts))
     assert sorted(one.size for one in replay.held) == [6, 14]
     replay.begin(8, request_of(texts))
-    assert not replay.held and replay.sample(0, 1, 64) is None
+    assert not replay.held and replay.sample(0, T) is None
 
 
 def test_a_step_that_starts_again_drops_its_windows():
@@ -170,7 +166,7 @@ def test_bytes_are_bounded_and_the_longest_answers_stay():
             assert sum(leaf.nbytes for leaf in held) == replay.metrics()["drafter/replay_bytes"]
         longest[count] = sorted((one.answer for one in replay.held if one.step == 1), reverse=True)
         assert (count < 9) == all(one.step == 1 for one in replay.held), "the older went first"
-        assert replay.sample(0, ROWS, 16) is not None
+        assert replay.sample(0, 32) is not None
     order = [30, 25, 20, 14, 12, 9, 8, 7]
     assert all(found == order[:count] for count, found in longest.items())
 
@@ -180,15 +176,10 @@ def test_a_bound_below_one_window_is_refused():
         filled(max_bytes=399)
 
 
-def test_impossible_values_are_refused_at_once():
-    with pytest.raises(ValueError, match="0 windows of 8 positions"):
-        ReplayConfig(8, 1, most=0)
-
-
 def test_windows_that_arrive_later_do_not_change_a_batch():
     texts = texts_of()
     replay = filled(max_bytes=30 * TOKEN)
-    batch = replay.sample(0, ROWS, 16)
+    batch = replay.sample(0, 32)
     kept = jax.tree.map(np.array, batch)
     replay.begin(1, request_of(texts))
     feed(replay, texts, *(one + 1 for one in numbers(texts)), together=1)

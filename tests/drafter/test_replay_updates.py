@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_drafter_update as updates
-from replays import ROWS, T, feed, replay_of, request_of, texts_of
+from replays import T, feed, replay_of, request_of, texts_of
 
 from tlt_jax.data.packing import PackedRows
 from tlt_jax.drafter import losses, update as drafter_update
@@ -16,7 +16,7 @@ from tlt_jax.drafter.replay import Piece
 from tlt_jax.models import drafter as drafters, eagle
 
 pytestmark = pytest.mark.usefixtures("x64")
-# (prompt, answer) tokens: features of 20, 12, 9, 11, 8 and 4 positions are known, which fill 2 rows.
+# (prompt, answer) tokens: features of 20, 12, 9, 11, 8 and 4 positions are known, which fill a row.
 SIZES = ((3, 18), (5, 8), (1, 9), (2, 10), (8, 1), (2, 3))
 
 
@@ -61,8 +61,8 @@ def test_packed_sequences_give_the_update_of_each_alone(kind, model):
     replay.begin(7, request_of(texts))
     states = None if kind == updates.EAGLE else np.asarray(apart.states)
     feed(replay, texts, np.asarray(apart.features), states)
-    batch = replay.sample(0, ROWS, T)
-    assert (np.asarray(batch.segments) > 0).all(), "the rows are full"
+    batch = replay.sample(0, T)
+    assert (np.asarray(batch.segments) > 0).all(), "the row is full"
     assert np.asarray(batch.segments).max() > 2 and np.isfinite(batch.features).all()
     after, found = update(updates.state_of(recipe), policy, batch)
     assert int(found.pop("tokens")) == tokens
@@ -100,7 +100,7 @@ def test_packed_windows_give_the_gradients_of_each_alone(kind):
     feed(replay, texts, features, states)
     held = sorted(replay.held, key=lambda one: (one.uid, one.start))
     assert [(one.uid, one.start, one.start + one.size) for one in held] == wanted
-    batch = replay.assemble([Piece(one, 0, one.size) for one in held], ROWS, T)
+    batch = replay.assemble([Piece(one, 0, one.size) for one in held], T)
     found = slope(params, shared, batch)
     updates.assert_same(found, expected, rtol=1e-9, atol=1e-12)
     rows = (batch.tokens, batch.features, batch.positions, batch.segments)

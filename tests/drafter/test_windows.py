@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.drafter import replay as windows
-from tlt_jax.drafter.replay import Piece, Placed, Window
+from tlt_jax.drafter.replay import Piece, Window
 
 
 def window(uid=0, start=0, size=4, prompt=2, length=None, step=1) -> Window:
@@ -178,47 +178,28 @@ def test_a_draw_is_an_arc_that_cuts_two_windows_at_the_most():
 # How they are packed
 
 
-def test_first_fit_worked_by_hand():
-    a, b, c, d = (Piece(window(uid, size=9), 1, size) for uid, size in enumerate((3, 6, 5, 4)))
-    assert windows.place([a, b, c], 2, 8) == [Placed(b, 0, 0, 1), Placed(c, 1, 0, 1), Placed(a, 1, 5, 2)]  # fmt: skip
-    # b fills row 0 to 6, c row 1 to 5, and d fits neither: 3 of its tokens go to row 1, one to row 0.
-    assert windows.place([d, b, c], 2, 8) == [
-        Placed(b, 0, 0, 1), Placed(c, 1, 0, 1), Placed(d._replace(size=3), 1, 5, 2),
-        Placed(d._replace(first=4, size=1), 0, 6, 2),
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match="18 tokens do not fit 2 rows of 8"):
-        windows.place([a, b, c, d], 2, 8)
-
-
-def test_every_token_of_the_pieces_is_in_one_place_of_the_rows():
+def test_every_token_of_the_pieces_is_in_one_place_of_the_row():
     random = np.random.default_rng(0)
     for _ in range(200):
-        rows, row_tokens = int(random.integers(1, 5)), int(random.integers(6, 40))
+        row_tokens = int(random.integers(6, 160))
         held = [window(uid, 3, int(random.integers(1, 20)), 5, 40) for uid in range(30)]
-        pieces = windows.draw(held, np.ones(30), rows * row_tokens, random)
-        placed = windows.place(pieces, rows, row_tokens)
-        arrays = windows.packed(placed, rows, row_tokens)
-        wanted = Counter(
-            int(token)
-            for piece in pieces
-            for token in piece.window.tokens[piece.first : piece.first + piece.size]
-        )
-        there = arrays.segments > 0
-        assert Counter(arrays.tokens[there].tolist()) == wanted
-        assert (arrays.positions == arrays.tokens % 1000).all(), "positions are real"
-        assert len(placed) <= len(pieces) + rows - 1, "few are split"
-        for row in range(rows):
-            segments = arrays.segments[row][there[row]]
-            assert (np.diff(segments) >= 0).all() and set(np.diff(segments)) <= {0, 1}
-            assert not there[row][len(segments) :].any(), "padding is behind"
+        pieces = windows.draw(held, np.ones(30), row_tokens, random)
+        row = windows.packed(pieces, row_tokens)
+        wanted = [one.window.tokens[one.first : one.first + one.size].tolist() for one in pieces]
+        there = row.segments[0] > 0
+        assert row.tokens[0][there].tolist() == sum(wanted, [])
+        assert row.segments[0][there].tolist() == [
+            n for n, one in enumerate(wanted, 1) for _ in one
+        ]
+        assert (row.positions == row.tokens % 1000).all(), "positions are real"
+        assert not there[np.argmin(there) :].any() or there.all(), "padding is behind"
 
 
 def test_packed_rows_worked_by_hand():
     whole, long = window(1, 0, 9, 3, 6), window(2, 7, 4, 9, 30)
-    placed = [Placed(Piece(whole, 0, 5), 0, 0, 1), Placed(Piece(long, 1, 3), 0, 5, 2)]
-    arrays = windows.packed(placed, 1, 9)
-    assert arrays.tokens.tolist() == [[1000, 1001, 1002, 1003, 1004, 2008, 2009, 2010, 0]]
-    assert arrays.positions.tolist() == [[0, 1, 2, 3, 4, 8, 9, 10, 0]]
-    assert arrays.segments.tolist() == [[1, 1, 1, 1, 1, 2, 2, 2, 0]]
+    row = windows.packed([Piece(whole, 0, 5), Piece(long, 1, 3)], 9)
+    assert row.tokens.tolist() == [[1000, 1001, 1002, 1003, 1004, 2008, 2009, 2010, 0]]
+    assert row.positions.tolist() == [[0, 1, 2, 3, 4, 8, 9, 10, 0]]
+    assert row.segments.tolist() == [[1, 1, 1, 1, 1, 2, 2, 2, 0]]
     # Positions 2 to 4 predict the whole answer of 3; 8 of the window is the first place of its piece.
-    assert arrays.is_answer.astype(int).tolist() == [[0, 0, 1, 1, 1, 0, 1, 1, 0]]
+    assert row.is_answer.astype(int).tolist() == [[0, 0, 1, 1, 1, 0, 1, 1, 0]]

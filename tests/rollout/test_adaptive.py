@@ -175,17 +175,17 @@ def test_merged_trees_with_nodes_enough_accept_what_either_drafter_alone_accepts
             name: decode.advance_round(decoder, state, None, weights, host)
             for name, decoder in decoders.items()
         }
-        return found["ngram"][0], {name: rest for name, (_, _, *rest) in found.items()}
+        return found["ngram"][0], {name: report for name, (_, _, report) in found.items()}
 
     state = rounds.begin(decoders["learned"], weights, REPEATING, keys, 20)
     for _ in range(6):
         state, found = step(state)
-        counts = {name: np.asarray(emitted.counts) for name, (emitted, _) in found.items()}
+        counts = {name: np.asarray(emitted.counts) for name, emitted in found.items()}
         best = np.maximum(counts["learned"], counts["ngram"])
         assert (counts["merged"] >= best).all()
         gained.update({name: int(count.sum()) for name, count in counts.items()})
-        for name, (_, stats) in found.items():
+        for name, emitted in found.items():
             drafted = int(counts[name].sum() - (counts[name] > 0).sum())
-            assert int(stats.hits.sum()) == drafted, "every accepted node is counted"
-            assert stats.hits.shape == (2, deep[name].nodes, 2)
+            assert int(emitted.stats.hits.sum()) == drafted, "every accepted node is counted"
+            assert emitted.stats.hits.shape == (2, deep[name].nodes, 2)
     assert gained["merged"] > max(gained["learned"], gained["ngram"])

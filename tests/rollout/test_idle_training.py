@@ -123,7 +123,7 @@ def test_a_micro_step_updates_only_its_groups_copy_and_measures_without_learning
     setting.step()
     setting.step()
     trainer, state = setting.trainer, setting.state
-    batch = trainer.replays[1].sample(0, 1, idle.FIRST_TOKENS)
+    batch = trainer.replays[1].sample(0, idle.FIRST_TOKENS)
     rate = ADAM.learning_rate * (idle.FIRST_TOKENS / 2048) ** 0.5
     adam = replace(ADAM, learning_rate=rate)
     recipe = replace(setting.recipe, mesh=setting.groups[1], adam=adam)
@@ -202,7 +202,7 @@ def test_the_merge_leaves_out_a_failed_group_and_has_the_others(caplog, monkeypa
 @pytest.mark.parametrize("tokens, share", [(512, 0.5), (2048, 1.0), (8192, 1.0)])
 def test_a_small_micro_step_has_a_smaller_learning_rate(tokens, share):
     recipe = SimpleNamespace(adam=ADAM)
-    assert MicroStep(0, 1, tokens, recipe).adam == replace(ADAM, learning_rate=share * 1e-2)
+    assert MicroStep(0, tokens, recipe).adam == replace(ADAM, learning_rate=share * 1e-2)
 
 
 def test_while_training_is_paused_only_held_out_sequences_are_measured():

@@ -35,7 +35,7 @@ def test_drawn_texts_have_the_features_of_a_fresh_forward(x64, kind, data, model
     assert sorted(uid for uids in held for uid in uids) == sorted(texts), "each in its own group"
     for replay in replays:
         assert not replay.awaited and not replay.parts
-        batch = replay.sample(0, 2, 16)
+        batch = replay.sample(0, 32)
         assert batch.features.sharding.device_set == set(replay.mesh.devices.flat)
         for row, segments in enumerate(np.asarray(batch.segments)):
             for segment in range(1, segments.max() + 1):

@@ -232,7 +232,7 @@ def siblings_differ(decoder: Decoder) -> bool:
     @jax.jit
     def first(weights, keys):
         state = rounds.begin(decoder, weights, PROMPTS, keys, LIMIT)
-        ahead = chunk.all_noise(decoder, state, weights)
+        ahead = noise.drawn_whole(keys, state.lengths + 1, TREE.path, V, jnp.float64)
         context = chunk.context_of(decoder.target, state, (), ahead)
         known = decoder.drafter.catch_up(weights, state.drafter, context, state.live, TREE.path)
         return chunk.draft_tree(decoder, weights, known, context, state.roots)[1]

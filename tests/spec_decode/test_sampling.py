@@ -100,7 +100,7 @@ def test_sharded_filters_and_logprobs_equal_whole_ones(unrolls):
     def both(logits):
         scaled = sampling.scale(logits, setting)
         kept = jnp.isfinite(sampling.filter(scaled, setting, unrolls=unrolls))
-        return kept, sampling.logprob(scaled, tokens)
+        return kept, sampling.logprob(scaled, tokens)[0]
 
     placed = jax.device_put(
         logits, NamedSharding(meshes.make_mesh(1, 4), PartitionSpec(None, None, "model"))
@@ -119,7 +119,7 @@ def test_recorded_logprobs_ignore_the_filters():
     logits = np.random.default_rng(2).normal(size=(3, 9)).astype(np.float32)
     tokens = jnp.array([0, 4, 8], jnp.int32)
     for setting in (Sampling(0.0), Sampling(0.6, 2, 0.5)):
-        found = sampling.logprob(sampling.scale(jnp.asarray(logits), setting), tokens)
+        found, _ = sampling.logprob(sampling.scale(jnp.asarray(logits), setting), tokens)
         exact = np.log([references.softmax(row / (setting.temperature or 1)) for row in logits])
         np.testing.assert_allclose(found, exact[np.arange(3), tokens], rtol=1e-5)
 
@@ -140,7 +140,7 @@ def test_logits_that_no_token_can_be_drawn_from_are_detected(temperature):
     setting = Sampling(temperature, 2, 0.9)
     scaled = sampling.scale(jnp.array(list(rows), jnp.float32), setting)
     tokens = sampling.choose(sampling.filter(scaled, setting))
-    broken = sampling.is_broken(scaled, tokens, sampling.logprob(scaled, tokens))
+    _, broken = sampling.logprob(scaled, tokens)
     assert broken.tolist() == list(rows.values())
     assert all(
         token < 2 for token, bad in zip(tokens.tolist(), rows.values(), strict=True) if not bad

@@ -10,7 +10,7 @@ import rounds
 
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.spec_decode import decode as chunk, decode_state, tree, verify
-from tlt_jax.spec_decode.decode import BROKEN, RUNNING, STOPPED, TRUNCATED, Emitted, Report
+from tlt_jax.spec_decode.decode import BROKEN, RUNNING, STOPPED, TRUNCATED, Report
 from tlt_jax.spec_decode.decode_state import Admission, DecodeState
 from tlt_jax.spec_decode.interface import NO_DRAFTER, DecodingParams, DraftTree, Target
 from tlt_jax.spec_decode.verify import BINS, Stats
@@ -172,22 +172,17 @@ def test_a_new_sequence_resets_its_row():
 
 
 def test_reports_grow_from_the_left():
-    zeros = jnp.zeros((2, 6))
-    one = jnp.int32(1)
-    bins = jnp.ones(BINS, jnp.int32)
-    rows = jnp.ones(2, jnp.int32)
-    stats = Stats(rows, one, jnp.ones((1, 2, 2), jnp.int32), bins, jnp.ones(BINS), bins)
-    counts = jnp.array([0, 2], jnp.int32)
-    report = Report(zeros.astype(jnp.int32), zeros, counts, jnp.zeros(2, jnp.int32), one, stats)
-    emitted = Emitted(
-        jnp.array([[1, 2, 3], [4, 5, 6]], jnp.int32), -jnp.ones((2, 3)), jnp.array([1, 3], jnp.int32),
-        jnp.array([RUNNING, TRUNCATED], jnp.int32),
-    )  # fmt: skip
-    report = chunk.append(report, emitted, stats)
+    bins, rows = jnp.ones(BINS, jnp.int32), jnp.ones(2, jnp.int32)
+    stats = Stats(rows, jnp.int32(1), jnp.ones((1, 2, 2), jnp.int32), bins, jnp.ones(BINS), bins)
+
+    def report_of(tokens, counts, finish) -> Report:
+        tokens, counts, finish = (jnp.array(one, jnp.int32) for one in (tokens, counts, finish))
+        return Report(tokens, -jnp.ones(tokens.shape), counts, finish, jnp.int32(1), stats)
+
+    report = report_of(np.zeros((2, 6)), [0, 2], [RUNNING] * 2)
+    emitted = report_of([[1, 2, 3], [4, 5, 6]], [1, 3], [RUNNING, TRUNCATED])
+    report = chunk.append(report, emitted)
     assert report.stats.row_rounds.tolist() == [2, 2] and (report.stats.hits == 2).all()
     assert report.tokens.tolist() == [[1, 0, 0, 0, 0, 0], [0, 0, 4, 5, 6, 0]]
-    assert (
-        report.counts.tolist() == [1, 5]
-        and report.finish.tolist() == [RUNNING, TRUNCATED]
-        and report.rounds == 2
-    )
+    assert report.counts.tolist() == [1, 5] and report.finish.tolist() == [RUNNING, TRUNCATED]
+    assert report.rounds == 2

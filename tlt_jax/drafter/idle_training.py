@@ -65,7 +65,7 @@ class IdleTraining:
 
     Call `begin` before each rollout and `end` after it. All state but the drafter's is a cache: a restart loses replay,
     copies, sizes and compile costs, which costs speed only. `replays`: of the data groups of this process.
-    `piece(group, rows, tokens)` returns the program of a micro-step (update.MicroStep). `job` makes all processes decide
+    `piece(group, tokens)` returns the program of a micro-step (update.MicroStep). `job` makes all processes decide
     alike. Training starts by `activate`. Without `is_idle_used` no group trains when idle.
     """
 
@@ -76,14 +76,14 @@ class IdleTraining:
         on_devices: Copies,
         replays: Mapping[int, Replay],
         programs: Executables,
-        piece: Callable[[int, int, int], Program],
+        piece: Callable[[int, int], Program],
         bound: float = MICRO_STEP_S,
         job: Job | None = None,
         is_idle_used: bool = True,
         clock: Clock = WALL,
     ):
         self.on_devices, self.replays, self.job = on_devices, dict(replays), job or Job()
-        self.programs, self.make_piece, self.clock = programs, piece, clock
+        self.programs, self.piece, self.clock = programs, piece, clock
         self.bound, self.is_idle_used, self.seconds = bound, is_idle_used, 0.0  # of a rollout
         # Held-out acceptance of the drafter by depth, given the depths before.
         self.depths: list[float] = []  # measured in this step
@@ -157,10 +157,6 @@ class IdleTraining:
         if not any(map(self.programs.compile_cost, pieces)):
             self.tokens = self.wanted
 
-    def piece(self, group: int, tokens: int) -> Program:
-        """The program of a group's micro-steps of `tokens` tokens."""
-        return self.make_piece(group, 1, tokens)
-
     def dispatch(self, group: int) -> bool:
         """Dispatches the group's next micro-step or its evaluation on held-out windows; False when it has nothing to do."""
         copy, piece = self.copies.get(group), self.piece(group, self.tokens)
@@ -169,10 +165,10 @@ class IdleTraining:
         evaluates = copy.pieces % EVALUATE_EVERY == 0
         replay, batch = self.replays[group], None
         if evaluates:
-            batch = replay.sample(0, 1, self.tokens, held_out=True)
+            batch = replay.sample(0, self.tokens, held_out=True)
             evaluates = batch is not None  # else nothing is held out yet
         if batch is None and not self.budget.is_paused:
-            batch = replay.sample(copy.draws, 1, self.tokens)
+            batch = replay.sample(copy.draws, self.tokens)
         if batch is None:
             return False
         copy.piece, copy.learns = piece, not evaluates
@@ -283,13 +279,18 @@ class IdleTraining:
         self.seconds, self.paid_seconds = seconds, self.keep_alive(paid)
         self.leave_out()
         copies, self.copies, self.policies = self.copies, {}, {}
-        self.depths = []
-        trained = [
-            Trained(group, one.steps, one.tokens, one.depths) for group, one in copies.items()
-        ]
+        own = [Trained(group, one.steps, one.tokens, one.depths) for group, one in copies.items()]
         replays = [replay.metrics() for replay in self.replays.values()] if copies else []
-        report = exchanged(self.job, trained, len(self.broken), replays)
-        if report.is_failed:
+        parts = self.job.gather(json.dumps((own, len(self.broken), replays)).encode())
+        parts = [json.loads(part) for part in parts]
+        trained = sorted(Trained(*one) for every, *_ in parts for one in every)
+        broken, tokens = sum(count for _, count, _ in parts), [one.tokens for one in trained]
+        metrics = {
+            "drafter/steps": float(sum(one.steps for one in trained)),
+            "drafter/tokens": float(sum(tokens)),
+        }
+        self.depths = []
+        if broken and not sum(tokens):
             self.failures += 1
             if self.failures >= FAILURES and not self.is_stopped:
                 self.is_stopped = True
@@ -297,18 +298,23 @@ class IdleTraining:
                     "idle training failed in %d steps in a row and is stopped",
                     self.failures,
                 )
-            return state, report.training | {"drafter/failures": float(self.failures)}
+            return state, metrics | {"drafter/failures": float(self.failures)}
         if out := [group for group in sorted(self.broken) if self.broke[group] == FAILURES]:
             log.warning("data groups %s are left out of idle training from here on", out)
-        self.failures, self.depths = 0, report.depths
-        self.known_depths = report.depths or self.known_depths
-        if report.seen:
-            after, steps = report.depths[0], report.seen
-            self.budget = self.budget.after(after, steps=max(one.steps for one in steps))
-        if not sum(report.tokens):
-            return state, report.metrics
+        self.failures = 0
+        if seen := [one for one in trained if one.depths]:
+            self.depths = np.mean([one.depths for one in seen], axis=0).tolist()
+            self.known_depths = self.depths
+            self.budget = self.budget.after(self.depths[0], max(one.steps for one in seen))
+            metrics["drafter/acceptance"] = self.depths[0]
+        metrics |= summed([one for *_, many in parts for one in many])
+        if broken:
+            metrics["drafter/failed_groups"] = float(broken)
+        if not sum(tokens):
+            return state, metrics
+        metrics["drafter/merge_weight_max"] = max(tokens) / sum(tokens)
         states = {group: copy.state for group, copy in copies.items()}
-        return self.on_devices.merged(states, report.tokens), report.metrics
+        return self.on_devices.merged(states, tokens), metrics
 
 
 class Trained(NamedTuple):
@@ -323,69 +329,10 @@ class Trained(NamedTuple):
     depths: list[float]
 
 
-@dataclass(frozen=True)
-class Report:
-    """The training of all data groups, in their order; how many of them failed; the metrics of their replays."""
-
-    trained: list[Trained]
-    broken: int
-    replays: list[dict[str, float]]
-
-    @property
-    def is_failed(self) -> bool:
-        """Whether groups failed and none trained."""
-        return self.broken > 0 and not sum(self.tokens)
-
-    @property
-    def tokens(self) -> list[int]:
-        """Tokens trained on, by data group."""
-        return [one.tokens for one in self.trained]
-
-    @property
-    def seen(self) -> list[Trained]:
-        """The groups that evaluated on held-out windows."""
-        return [one for one in self.trained if one.depths]
-
-    @property
-    def depths(self) -> list[float]:
-        """Held-out acceptance at every depth given the depths before, mean over the groups."""
-        return np.mean([one.depths for one in self.seen], axis=0).tolist() if self.seen else []
-
-    @property
-    def training(self) -> dict[str, float]:
-        """Steps and tokens of all groups, as metrics."""
-        return {
-            "drafter/steps": float(sum(one.steps for one in self.trained)),
-            "drafter/tokens": float(sum(self.tokens)),
-        }
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """`training`, sums over the replays (of their age the mean), and the mean held-out acceptance of the groups."""
-        found = self.training
-        for name in {name for part in self.replays for name in part}:
-            values = [part[name] for part in self.replays if name in part]
-            found[name] = float(np.mean(values) if name.endswith("age") else np.sum(values))
-        if self.seen:
-            found["drafter/acceptance"] = self.depths[0]
-        if sum(self.tokens):
-            found["drafter/merge_weight_max"] = max(self.tokens) / sum(self.tokens)
-        if self.broken:
-            found["drafter/failed_groups"] = float(self.broken)
-        return found
-
-
-def exchanged(
-    job: Job,
-    trained: Sequence[Trained],
-    broken: int,
-    replays: Sequence[Mapping[str, float]],
-) -> Report:
-    """The report of all processes from each one's own part; a collective, which all call."""
-    payload = json.dumps((trained, broken, replays)).encode()
-    parts = [json.loads(part) for part in job.gather(payload)]
-    return Report(
-        sorted(Trained(*one) for every, *_ in parts for one in every),
-        sum(broken for _, broken, _ in parts),
-        [one for *_, many in parts for one in many],
-    )
+def summed(replays: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Sums of the metrics of replays; of their age the mean."""
+    found = {}
+    for name in {name for part in replays for name in part}:
+        values = [part[name] for part in replays if name in part]
+        found[name] = float(np.mean(values) if name.endswith("age") else np.sum(values))
+    return found

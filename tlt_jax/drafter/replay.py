@@ -30,8 +30,7 @@ class ReplayConfig:
     """Sizes of a replay buffer.
 
     `width`: positions of a window. `most`: windows stored of one sequence. `max_bytes`: of features and states of one
-    group, in host memory. `held_out`: one sequence in `held_out` is used for evaluation only; 0: none. Raises ValueError
-    for impossible values.
+    group, in host memory. `held_out`: one sequence in `held_out` is used for evaluation only; 0: none.
     """
 
     width: int
@@ -39,12 +38,6 @@ class ReplayConfig:
     most: int = 2
     seed: int = 0
     held_out: int = 0
-
-    def __post_init__(self) -> None:
-        if self.width < 2 or self.most < 1:
-            raise ValueError(
-                f"{self.most} windows of {self.width} positions: one of 2 is the least"
-            )
 
 
 class Replay:
@@ -139,10 +132,8 @@ class Replay:
                     lambda leaf, row=row, size=window.size: leaf[row, :size].copy(), values
                 )
 
-    def sample(
-        self, number: int, rows: int, row_tokens: int, held_out: bool = False
-    ) -> PackedRows | None:
-        """The batch of one micro-step: R = rows packed rows of T = row_tokens tokens, on the group's devices.
+    def sample(self, number: int, row_tokens: int, held_out: bool = False) -> PackedRows | None:
+        """The batch of one micro-step: one packed row of T = row_tokens tokens, on the group's devices.
 
         `held_out`: drawn from the held-out sequences, all windows with equal weight. A function of seed, step, group,
         `number` and the stored windows; None when there are none. Features and states have the dtype and the shardings of
@@ -155,13 +146,13 @@ class Replay:
         random = np.random.default_rng([self.config.seed, DRAWS, self.step, self.group, number])
         answers = (list(self.answers.get(step, {}).values()) for step in (self.step, self.step - 1))
         shares = np.ones(len(held)) if held_out else weights(held, self.step, *answers)
-        pieces = draw(held, shares, rows * row_tokens, random)
+        pieces = draw(held, shares, row_tokens, random)
         if not pieces:
             return None
         if not held_out:
             self.drawn += sum(piece.size for piece in pieces)
             self.aged += sum(piece.size * (self.step - piece.window.step) for piece in pieces)
-        return self.assemble(pieces, rows, row_tokens)
+        return self.assemble(pieces, row_tokens)
 
     def is_held_out(self, window: Window) -> bool:
         """Whether the window's sequence is for evaluation only: a function of seed, RL step and uid."""
@@ -169,26 +160,20 @@ class Replay:
         share = self.config.held_out
         return share > 0 and (parts >> 8 & 0xFFFF) % share == 0
 
-    def assemble(self, pieces: Sequence[Piece], rows: int, row_tokens: int) -> PackedRows:
-        """The packed batch of pieces of stored windows. Raises ValueError for more tokens than R x T."""
-        placed = place(pieces, rows, row_tokens)
-        host = packed(placed, rows, row_tokens)
-        batch = put(host, sharding(self.mesh, ("batch", None), "train"))
-        values = self.gather(placed, rows, row_tokens)
+    def assemble(self, pieces: Sequence[Piece], row_tokens: int) -> PackedRows:
+        """The packed row of pieces of stored windows, the longest first."""
+        pieces = sorted(pieces, key=lambda piece: -piece.size)
+
+        def joined(*leaves: np.ndarray) -> np.ndarray:
+            parts = zip(pieces, leaves, strict=True)
+            found = np.concatenate([leaf[first : first + size] for (_, first, size), leaf in parts])
+            return np.pad(found, ((0, row_tokens - len(found)), (0, 0)))[None]
+
+        values = jax.tree.map(joined, *(self.held[piece.window] for piece in pieces))
+        values = jax.device_put(values, self.shardings)
+        batch = put(packed(pieces, row_tokens), sharding(self.mesh, ("batch", None), "train"))
         states = values.features if values.states is None else values.states
         return batch._replace(features=values.features, states=states)
-
-    def gather(self, placed: Sequence[Placed], rows: int, row_tokens: int) -> Features:
-        """Features [R, T, F] and states [R, T, D] on the group's devices; zero where nothing is placed."""
-        sources = [self.held[one.piece.window] for one in placed]
-
-        def assemble(*leaves: np.ndarray) -> np.ndarray:
-            array = np.zeros((rows, row_tokens, leaves[0].shape[-1]), leaves[0].dtype)
-            for ((_, first, size), row, column, _), leaf in zip(placed, leaves, strict=True):
-                array[row, column : column + size] = leaf[first : first + size]
-            return array
-
-        return jax.device_put(jax.tree.map(assemble, *sources), self.shardings)
 
     def metrics(self) -> dict[str, float]:
         """Stored tokens and bytes, and the mean age in RL steps of the tokens drawn in this step, if any."""
@@ -318,15 +303,6 @@ class Piece(NamedTuple):
     size: int
 
 
-class Placed(NamedTuple):
-    """A piece in a packed row, from `column` on; `segment` counts the row's pieces from 1."""
-
-    piece: Piece
-    row: int
-    column: int
-    segment: int
-
-
 def draw(
     windows: Sequence[Window], weights: np.ndarray, tokens: int, random: np.random.Generator
 ) -> list[Piece]:
@@ -361,43 +337,20 @@ def draw(
     return pieces
 
 
-def place(pieces: Sequence[Piece], rows: int, row_tokens: int) -> list[Placed]:
-    """The pieces, placed in R = rows rows of T = row_tokens tokens; first-fit, longest first.
-
-    A piece that fits no row is split: the emptiest row takes what it can. Raises ValueError for more than R x T tokens.
-    """
-    total = sum(piece.size for piece in pieces)
-    if total > rows * row_tokens:
-        raise ValueError(f"{total} tokens do not fit {rows} rows of {row_tokens}")
-    filled, segments, placed = np.zeros(rows, np.int64), Counter(), []
-    for piece in sorted(pieces, key=lambda piece: -piece.size):
-        while piece.size:
-            free = row_tokens - filled
-            row = int(np.argmax(free >= piece.size))
-            row = row if free[row] >= piece.size else int(np.argmax(free))
-            size = min(piece.size, int(free[row]))
-            segments[row] += 1
-            part = piece._replace(size=size)
-            placed.append(Placed(part, row, int(filled[row]), segments[row]))
-            filled[row] += size
-            piece = piece._replace(first=piece.first + size, size=piece.size - size)
-    return placed
-
-
-def packed(placed: Sequence[Placed], rows: int, row_tokens: int) -> PackedRows:
-    """The rows [R, T] without features and states.
+def packed(pieces: Sequence[Piece], row_tokens: int) -> PackedRows:
+    """The row [1, T] of the pieces side by side, without features and states.
 
     Positions count from the start of the whole sequence. `is_answer` is False at the first token of a piece, which has no
     slot before it. The loss masks further tokens that draft step j cannot predict, as their slot is in another segment.
     """
-    shape = (rows, row_tokens)
-    arrays = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segments")}
-    arrays["is_answer"] = np.zeros(shape, bool)
-    for (window, first, size), row, column, segment in placed:
-        there, here = np.s_[row, column : column + size], slice(first, first + size)
-        arrays["tokens"][there] = window.tokens[here]
-        arrays["positions"][there] = window.start + first + np.arange(size)
-        arrays["segments"][there] = segment
-        arrays["is_answer"][there] = window.loss_mask[here]
-        arrays["is_answer"][row, column] = False
-    return PackedRows(**arrays)
+    shape, column = (1, row_tokens), 0
+    rows = PackedRows(*np.zeros((3, *shape), np.int32), is_answer=np.zeros(shape, bool))
+    for segment, (window, first, size) in enumerate(pieces, start=1):
+        there, here = np.s_[0, column : column + size], slice(first, first + size)
+        rows.tokens[there] = window.tokens[here]
+        rows.positions[there] = window.start + first + np.arange(size)
+        rows.segments[there] = segment
+        rows.is_answer[there] = window.loss_mask[here]
+        rows.is_answer[0, column] = False
+        column += size
+    return rows

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,58 +114,30 @@ def depths(metrics: dict[str, Any]) -> list[float]:
     return found
 
 
-class MergePrograms(NamedTuple):
-    """The jitted programs over the whole mesh.
-
-    spread(state) -> copies; merge(copies, tokens[G]) -> state.
-    """
-
-    spread: jax.stages.Wrapped
-    merge: jax.stages.Wrapped
-
-
 @cache
-def merge_programs(recipe: Recipe) -> MergePrograms:
-    """The programs of a recipe over the whole mesh; the state is in the "train" layout."""
+def merge_programs(recipe: Recipe) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
+    """The jitted spread(state) -> copies and merge(copies, tokens[G]) -> state, over the whole mesh of a recipe."""
     state = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(recipe))
     copies = jax.tree.map(lambda leaf: leaf.sharding, abstract_copies(recipe))
-    groups = recipe.mesh.shape["data"]
-    return MergePrograms(
-        jax.jit(partial(spread, groups), out_shardings=copies),
-        jax.jit(merge, out_shardings=state),
-    )
+
+    def spread(state: DrafterState) -> DrafterState:
+        groups = recipe.mesh.shape["data"]
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (groups, *leaf.shape)), state)
+
+    return jax.jit(spread, out_shardings=copies), jax.jit(merge, out_shardings=state)
 
 
-def abstract_copies(recipe: Recipe) -> DrafterState:
-    """ShapeDtypeStructs [G, ...] with shardings of the copies of all data groups."""
-    groups = recipe.mesh.shape["data"]
+def abstract_copies(recipe: Recipe, group: Mesh | None = None) -> DrafterState:
+    """ShapeDtypeStructs [G, ...] with shardings of the copies of all data groups, or [1, ...] of one on its sub-mesh."""
+    mesh = recipe.mesh if group is None else group
 
     def copies(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = PartitionSpec("data", *without_data(leaf.sharding.spec))
-        sharding = NamedSharding(recipe.mesh, spec)
-        return jax.ShapeDtypeStruct((groups, *leaf.shape), leaf.dtype, sharding=sharding)
+        axes = (None if axis == "data" else axis for axis in leaf.sharding.spec)
+        spec = PartitionSpec("data" if group is None else None, *axes)
+        shape = mesh.shape["data"], *leaf.shape
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(copies, abstract_state(recipe))
-
-
-def abstract_copy(recipe: Recipe, group: Mesh) -> DrafterState:
-    """ShapeDtypeStructs [1, ...] with shardings of one data group's copy on its sub-mesh."""
-
-    def copy(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(group, PartitionSpec(None, *leaf.sharding.spec[1:]))
-        return jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype, sharding=sharding)
-
-    return jax.tree.map(copy, abstract_copies(recipe))
-
-
-def without_data(spec: PartitionSpec) -> tuple[str | None, ...]:
-    """The spec without the mesh axis "data"."""
-    return tuple(None if axis == "data" else axis for axis in spec)
-
-
-def spread(groups: int, state: DrafterState) -> DrafterState:
-    """The copies [G, ...] of a state."""
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (groups, *leaf.shape)), state)
 
 
 def merge(copies: DrafterState, tokens: Float32[Array, " G"]) -> DrafterState:
@@ -196,38 +168,37 @@ class Copies:
 
     def spread(self, state: DrafterState) -> dict[int, DrafterState]:
         """The copy [1, ...] of each data group, on its sub-mesh; zero-copy."""
-        copies = merge_programs(self.recipe).spread(state)
+        copies = merge_programs(self.recipe)[0](state)
         return {index: meshes.part(copies, mesh) for index, mesh in self.groups.items()}
 
     def blank(self, group: int) -> DrafterState:
         """Zeros in the place of a data group's copy."""
         return jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding),
-            abstract_copy(self.recipe, self.groups[group]),
+            abstract_copies(self.recipe, self.groups[group]),
         )
 
     def merged(self, copies: Mapping[int, DrafterState], tokens: Sequence[int]) -> DrafterState:
         """The merge of all copies; `tokens` of the data groups of all processes, at least one above 0."""
         together = meshes.whole([copies[group] for group in self.groups], self.recipe.mesh)
-        return merge_programs(self.recipe).merge(together, np.asarray(tokens, np.float32))
+        return merge_programs(self.recipe)[1](together, np.asarray(tokens, np.float32))
 
 
 @dataclass(frozen=True)
 class MicroStep:
     """micro_step(copy[1, ...], policy, batch, learns) -> copy, metrics; donates the copy.
 
-    The batch is `rows` packed rows of `tokens` tokens with features; the policy is in the "rollout" layout. `recipe`:
-    that of the whole mesh. A batch of fewer than WHOLE tokens scales the learning rate by sqrt(tokens / WHOLE): the
+    The batch is a packed row of `tokens` tokens with features; the policy is in the "rollout" layout. `recipe`: that of
+    the whole mesh. A batch of fewer than WHOLE tokens scales the learning rate by sqrt(tokens / WHOLE): the
     square root scaling rule of Adam (arXiv 2205.10287).
     """
 
     group: int
-    rows: int
     tokens: int
     recipe: Recipe
 
     def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
-        copy = abstract_copy(self.recipe, shapes.mesh)
+        copy = abstract_copies(self.recipe, shapes.mesh)
         placed = jax.tree.map(lambda leaf: leaf.sharding, copy)
         program = jax.jit(
             partial(micro_step, recipe=replace(self.recipe, mesh=shapes.mesh, adam=self.adam)),
@@ -240,20 +211,19 @@ class MicroStep:
     @property
     def adam(self) -> Adam:
         """The recipe's optimizer, for a batch of this size."""
-        return scaled(self.recipe.adam, self.rows * self.tokens)
+        return scaled(self.recipe.adam, self.tokens)
 
     def batch(self, shapes: GroupShapes) -> PackedRows:
         """ShapeDtypeStructs with shardings of a batch; features are sharded as in the decoding state."""
-        size = self.rows, self.tokens
         state = shapes.state(StateShape(self.group, 1, self.tokens))
         features = shapes.target.features(state.cache)
         states = shapes.target.states(state.cache) if shapes.target.states else features
 
         def like(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            whole = (*size, leaf.shape[-1])
+            whole = (1, self.tokens, leaf.shape[-1])
             return jax.ShapeDtypeStruct(whole, leaf.dtype, sharding=leaf.sharding)
 
-        rows = abstract_rows(shapes.mesh, *size)
+        rows = abstract_rows(shapes.mesh, 1, self.tokens)
         return rows._replace(features=like(features), states=like(states))
 
     @property
@@ -262,7 +232,7 @@ class MicroStep:
         return 1.4 + 0.4 * self.recipe.objective.compile_steps
 
     def __str__(self) -> str:
-        return f"drafter step of {self.rows} x {self.tokens}, group {self.group}"
+        return f"drafter step of {self.tokens} tokens, group {self.group}"
 
 
 def micro_step(

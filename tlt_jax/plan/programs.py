@@ -121,17 +121,17 @@ def lower_idle_training(
     Other groups decode during a micro-step; the group that trains has freed its decoding state.
     """
     training = drafter_recipe.idle_recipe(config, recipe.model, engine.drafter, recipe.mesh)
-    programs = drafter_update.merge_programs(training)
+    spread, merge = drafter_update.merge_programs(training)
     copies = drafter_update.abstract_copies(training)
     held = pick(kinds, *RESIDENT, "drafter in training")
-    spread = partial(programs.spread.lower, drafter_recipe.abstract_state(training))
-    yield PlannedProgram("drafter copies", spread, recipe.mesh, held)
-    piece = MicroStep(0, 1, MOST_TOKENS, training)
+    lowering = partial(spread.lower, drafter_recipe.abstract_state(training))
+    yield PlannedProgram("drafter copies", lowering, recipe.mesh, held)
+    piece = MicroStep(0, MOST_TOKENS, training)
     resident = held | pick(kinds, "rollout copy", "drafter copy")
     lowering = partial(engine.programs.lower, piece)
     yield PlannedProgram("drafter micro-step", lowering, engine.groups[0], resident)
     tokens = jax.ShapeDtypeStruct((recipe.mesh.shape["data"],), jnp.float32)
-    lowering = partial(programs.merge.lower, copies, tokens)
+    lowering = partial(merge.lower, copies, tokens)
     yield PlannedProgram("drafter merge", lowering, recipe.mesh, held)
 
 

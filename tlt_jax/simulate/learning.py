@@ -138,8 +138,8 @@ class SimulatedWindows:
     def wanted(self, uid: int, length: int) -> Sequence[int]:
         return ()
 
-    def sample(self, draw: int, rows: int, row_tokens: int, held_out: bool = False) -> int:
-        return rows * row_tokens
+    def sample(self, draw: int, row_tokens: int, held_out: bool = False) -> int:
+        return row_tokens
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -168,7 +168,7 @@ class DrafterWorld:
             self.recipe,
             SimulatedCopies(groups),
             {group: SimulatedWindows() for group in range(groups)},
-            lambda group, rows, tokens: MicroStep(group, rows * tokens, relative),
+            lambda group, tokens: MicroStep(group, tokens, relative),
             lambda answers: start,
             self.learn,
             self.engine.clock,

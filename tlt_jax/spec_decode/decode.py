@@ -49,7 +49,10 @@ class Decoder(NamedTuple):
 
 @struct.dataclass
 class Report:
-    """The tokens that a chunk emitted, left-aligned in each row; `finish` is RUNNING, STOPPED, TRUNCATED or BROKEN."""
+    """The tokens that a round or a chunk emitted: the first counts[b] of row b.
+
+    `finish` is RUNNING, STOPPED, TRUNCATED or BROKEN.
+    """
 
     tokens: Int32[Array, "B R"]
     logprobs: Float[Array, "B R"]
@@ -90,11 +93,13 @@ def decode_chunk(
         carry: tuple[DecodeState, NoiseAhead | None, Report],
     ) -> tuple[DecodeState, NoiseAhead | None, Report]:
         state, ahead, report = carry
-        state, ahead, emitted, stats = advance_round(decoder, state, ahead, weights, host_context)
-        return state, ahead, append(report, emitted, stats)
+        state, ahead, emitted = advance_round(decoder, state, ahead, weights, host_context)
+        return state, ahead, append(report, emitted)
 
-    stores_noise = reads_noise(decoder) and not decoder.target.unrolls
-    ahead = no_noise(decoder, state, weights) if stores_noise else None
+    ahead = None
+    if reads_noise(decoder) and not decoder.target.unrolls:
+        vocab, dtype = decoder.target.vocab, float_type(weights)
+        ahead = nothing_drawn(state.lengths + 1, strategy.path, vocab, dtype)
     carry = state, ahead, report
     state, _, report = jax.lax.while_loop(has_work, step, carry)
     return state, report
@@ -118,23 +123,13 @@ def catch_up(
     return state.replace(drafter=known), state.lengths.max()
 
 
-@struct.dataclass
-class Emitted:
-    """The tokens of one round: the first counts[b] of row b."""
-
-    tokens: Int32[Array, "B M"]
-    logprobs: Float[Array, "B M"]
-    counts: Int32[Array, " B"]
-    finish: Int32[Array, " B"]
-
-
 def advance_round(
     decoder: Decoder,
     state: DecodeState,
     ahead: NoiseAhead | None,
     weights: Weights,
     host_context: PyTree,
-) -> tuple[DecodeState, NoiseAhead | None, Emitted, Stats]:
+) -> tuple[DecodeState, NoiseAhead | None, Report]:
     """One round: draft, verify with the target, commit.
 
     `ahead`: noise that the previous round drew for later positions; None when none is stored.
@@ -144,7 +139,8 @@ def advance_round(
     if stored is not None:
         ahead = stored = draw_ahead(stored, state.keys, state.lengths + 1, state.live)
     elif reads_noise(decoder) or (strategy != PLAIN and chooses_at_once(decoder, state)):
-        ahead = all_noise(decoder, state, weights)
+        vocab, dtype = target.vocab, float_type(weights)
+        ahead = drawn_whole(state.keys, state.lengths + 1, strategy.path, vocab, dtype)
     if strategy == PLAIN:
         tree = root_only(state.roots)
     else:
@@ -168,7 +164,9 @@ def advance_round(
         chosen.broken, params.eos_ids[0] if params.eos_ids else 0, chosen.tokens
     ).astype(jnp.int32)
     counts, finish, stop_state = settle(params, state, tokens, walk.accepted, chosen.broken)
-    emitted = Emitted(tokens, jnp.where(chosen.broken, 0, chosen.logprobs), counts, finish)
+    stats = measure(tree, walk.path, counts, state.live, strategy)
+    logprobs = jnp.where(chosen.broken, 0, chosen.logprobs)
+    emitted = Report(tokens, logprobs, counts, finish, jnp.int32(1), stats)
     last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     after = state.replace(
         roots=jnp.where(counts > 0, last, state.roots),
@@ -178,7 +176,7 @@ def advance_round(
         history=remember(state.history, tokens, state.lengths),
         cache=target.keep(state.cache, scratch, walk.path, state.lengths),
     )
-    return after, stored, emitted, measure(tree, walk.path, counts, state.live, strategy)
+    return after, stored, emitted
 
 
 def choose_at(
@@ -208,8 +206,7 @@ def choose_at(
         return gumbel(keys, positions[rows][:, None], vocab, scaled.dtype)[:, 0]
 
     tokens = sampling.draw(scaled, alive, rule, noise, decoder.target.unrolls)
-    logprobs = sampling.logprob(scaled, tokens)
-    return verify.Visit(tokens, logprobs, sampling.is_broken(scaled, tokens, logprobs))
+    return verify.Visit(tokens, *sampling.logprob(scaled, tokens))
 
 
 def chooses_at_once(decoder: Decoder, state: DecodeState) -> bool:
@@ -278,18 +275,6 @@ def reads_noise(decoder: Decoder) -> bool:
     return decoder.strategy != PLAIN and decoder.drafter.reads_noise and not is_greedy
 
 
-def no_noise(decoder: Decoder, state: DecodeState, weights: Weights) -> NoiseAhead:
-    """Space for the noise of the positions after each root."""
-    vocab, dtype = decoder.target.vocab, float_type(weights)
-    return nothing_drawn(state.lengths + 1, decoder.strategy.path, vocab, dtype)
-
-
-def all_noise(decoder: Decoder, state: DecodeState, weights: Weights) -> NoiseAhead:
-    """The noise of the positions after each root."""
-    vocab, dtype = decoder.target.vocab, float_type(weights)
-    return drawn_whole(state.keys, state.lengths + 1, decoder.strategy.path, vocab, dtype)
-
-
 def float_type(weights: Weights) -> jnp.dtype:
     """The dtype of probabilities: at least float32."""
     return jnp.result_type(jnp.float32, *jax.tree.leaves(weights.target))
@@ -348,7 +333,7 @@ def settle(
     return counts, finish, stop_state
 
 
-def append(report: Report, emitted: Emitted, stats: Stats) -> Report:
+def append(report: Report, emitted: Report) -> Report:
     """The report with the tokens of one more round."""
     column = jnp.arange(report.tokens.shape[1])
     tokens, logprobs = report.tokens, report.logprobs
@@ -361,6 +346,6 @@ def append(report: Report, emitted: Emitted, stats: Stats) -> Report:
         logprobs,
         report.counts + emitted.counts,
         jnp.where(emitted.finish == RUNNING, report.finish, emitted.finish),
-        report.rounds + 1,
-        jax.tree.map(jnp.add, report.stats, stats),
+        report.rounds + emitted.rounds,
+        jax.tree.map(jnp.add, report.stats, emitted.stats),
     )

@@ -209,19 +209,13 @@ def choose(perturbed: Float[Array, "*A V"]) -> Int32[Array, "*A"]:
 
 
 @shaped
-def is_broken(
-    scaled: Float[Array, "*A V"], tokens: Int32[Array, "*A"], logprobs: Float[Array, "*A"]
-) -> Bool[Array, "*A"]:
-    """True where no token can be drawn: logits with NaN or infinity, or with none above the vocabulary's padding.
+def logprob(
+    scaled: Float[Array, "*A V"], tokens: Int32[Array, "*A"]
+) -> tuple[Float[Array, "*A"], Bool[Array, "*A"]]:
+    """Log-probability of the chosen tokens over the full vocabulary, before top-k and top-p; and whether none can be drawn.
 
-    `tokens`: the tokens chosen from them; `logprobs`: their log-probabilities.
+    That is so for logits with NaN or infinity, or with none above the vocabulary's padding.
     """
     chosen = jnp.take_along_axis(scaled, tokens[..., None], axis=-1)[..., 0]
-    return ~jnp.isfinite(logprobs) | (chosen < LEAST)
-
-
-@shaped
-def logprob(scaled: Float[Array, "*A V"], tokens: Int32[Array, "*A"]) -> Float[Array, "*A"]:
-    """Log-probability of the tokens over the full vocabulary, before top-k and top-p."""
-    chosen = jnp.take_along_axis(scaled, tokens[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(scaled, axis=-1)
+    logprobs = chosen - jax.nn.logsumexp(scaled, axis=-1)
+    return logprobs, ~jnp.isfinite(logprobs) | (chosen < LEAST)

@@ -142,7 +142,7 @@ class LearningParts(NamedTuple):
     recipe: Recipe
     copies: Copies
     replays: Mapping[int, Replay]
-    piece: Callable[[int, int, int], Program]
+    piece: Callable[[int, int], Program]
     create: Callable[[Sequence[Completion]], DrafterState]
     learn: Callable[..., tuple[DrafterState, dict[str, float], list[float]]]
     clock: Clock = WALL
