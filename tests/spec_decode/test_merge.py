@@ -1,4 +1,4 @@
-"""Candidates of two drafters in one set, against dicts of paths; rounds with merged trees change no token."""
+"""Candidates of two drafters in one set against dicts of paths, and the best tree of a set."""
 
 from __future__ import annotations
 
@@ -9,19 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import references
-import test_mutants as mutants
-import toys
 from pairwise import marked
 
-from tlt_jax.distributed import mesh as meshes
-from tlt_jax.spec_decode import ngram
-from tlt_jax.spec_decode.decode import Decoder
-from tlt_jax.spec_decode.interface import ABSENT, Candidates, Drafter
+from tlt_jax.spec_decode.interface import ABSENT, Candidates
 from tlt_jax.spec_decode.tree import merge, ranks_of, rerank
 
 merged = jax.jit(partial(merge, depth=17))  # the longest chain here
 ROWS, VOCAB = 80, 3
-REPEATING = [[3, 1, 4, 1, 5, 1], [2, 6, 2, 3, 2, 8, 2], [*range(12), *range(12), 0]]
 
 
 def proposed(seed: int, count: int, depth: int) -> Candidates:
@@ -121,6 +115,8 @@ def test_the_tree_of_a_merged_set_is_sound_and_has_its_best(C, E, depth):
     best = np.sort(np.asarray(both.scores), axis=1)[:, ::-1]
     for nodes in {2, 1 + min(C, E), 1 + (C + E) // 2, 1 + C + E}:
         tree = jax.device_get(rerank(both, jnp.zeros(ROWS, jnp.int32), nodes))
+        unsorted = rerank(both, jnp.zeros(ROWS, jnp.int32), nodes, counts=True)
+        jax.tree.map(np.testing.assert_array_equal, unsorted, tree)
         assert not references.orphans(tree).any()
         np.testing.assert_array_equal(-np.sort(-tree.scores[:, 1:], axis=1), best[:, : nodes - 1])
         for row in range(ROWS):
@@ -161,28 +157,3 @@ def test_a_rank_is_passed_down_to_the_end_of_a_chain(length):
     chain = Candidates(*arrays, jnp.array([scores]), jnp.zeros((1, length + 1), jnp.int32))
     assert ranks_of(chain).tolist() == [[0] + [1] * length]
     assert merged(chain, chain).ranks[:, : length + 1].tolist() == [[0] + [1] * length]
-
-
-def with_texts(drafter: Drafter, texts_first: bool) -> Drafter:
-    """The drafter together with n-grams of the sequence itself."""
-
-    def draft(weights, state, context, strategy, temperature) -> Candidates:
-        pool = jnp.zeros((len(context.lengths), 0), jnp.int32)
-        one = drafter.draft(weights, state, context, strategy, temperature)
-        other = ngram.propose(context.history, context.lengths, pool, strategy)
-        first, second = (other, one) if texts_first else (one, other)
-        return merge(first, second, strategy.depth)
-
-    return drafter._replace(draft=draft)
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("texts_first", [False, True])
-def test_rounds_with_merged_trees_give_the_tokens_of_plain_decoding(monkeypatch, texts_first):
-    group, vocab = meshes.data_group(meshes.make_mesh(1, 1), 0), mutants.V
-    drafter = with_texts(toys.table_drafter()(group, vocab), texts_first)
-    target = toys.table_target(group, vocab)
-    decoder = Decoder(target, drafter, mutants.RULES, mutants.TREE)
-    assert mutants.laws(decoder) == (True, True), "and who knows all is still right every time"
-    monkeypatch.setattr(mutants, "PROMPTS", REPEATING)
-    assert mutants.siblings_differ(decoder)

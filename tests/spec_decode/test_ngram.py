@@ -162,50 +162,6 @@ def test_trees_are_sound(vocab):
     assert here.any() and (vocab == 2 or not here.all())
 
 
-@pytest.mark.parametrize("period", [1, 2, 3, 7])
-def test_repeated_text_gives_chains_of_full_depth(period):
-    sequence = np.tile(np.arange(period, dtype=np.int32), 20)[:20]
-    history = np.broadcast_to(np.pad(sequence, (0, 4)), (10, 24))
-    lengths = np.arange(10, 20, dtype=np.int32)  # the root is sequence[length]
-    tree = propose(
-        history, lengths, np.full((10, 3), SEPARATOR, np.int32), Strategy(4, 1, 5), Settings()
-    )
-    expected = (lengths[:, None] + np.arange(5)) % period
-    np.testing.assert_array_equal(tree.tokens, expected)
-    chosen = (tree.tokens + 1) % period
-    np.testing.assert_array_equal(match(tree, chosen, 4).accepted, 4)
-
-
-def test_what_a_sibling_wrote_is_proposed_down_to_its_end():
-    answer = [7, 3, 9, 4, 8, 2]
-    history = np.array([[5, 6, 7, 0, 0, 0, 0, 0], [5, 6, 7, 3, 9, 4, 0, 0]], np.int32)
-    pool = np.array([[SEPARATOR, 5, 6, *answer]] * 2, np.int32)
-    tree = propose(history, np.array([2, 5], np.int32), pool, Strategy(5, 2, 8), Settings())
-    assert [max(paths(tree, row), key=len) for row in (0, 1)] == [(3, 9, 4, 8, 2), (8, 2)]
-    assert [len(paths(tree, row)) for row in (0, 1)] == [5, 2]
-
-
-def test_nothing_is_proposed_where_nothing_matches():
-    history = np.tile(np.arange(S, dtype=np.int32), (3, 1))
-    history[2, 5:] = 4  # like the root, but behind it: not the sequence's
-    pool = np.array([[SEPARATOR] * R, [50] * R, [SEPARATOR, 4] * (R // 2)], np.int32)
-    tree = propose(history, np.array([S - 1, 0, 4], np.int32), pool, TREE, SETTINGS)
-    assert (tree.tokens[:, 1:] == ABSENT).all() and (tree.parents == 0).all()
-    assert tree.tokens[:, 0].tolist() == [S - 1, 0, 4]
-    np.testing.assert_array_equal(match(tree, jnp.zeros_like(tree.tokens), TREE.depth).accepted, 0)
-
-
-def test_a_match_must_be_long_enough_and_never_crosses_a_separator():
-    history = np.array([[1, 2, 3, 9, 9]], np.int32)
-    pool = np.array([[1, 2, SEPARATOR, 3, 6, SEPARATOR, 8, 3, 7]], np.int32)
-    both = propose(history, np.array([2], np.int32), pool, Strategy(1, 2, 3), Settings(min_match=1))
-    assert both.tokens[0].tolist() == [3, 7, 6], (
-        "one token matches at both; the newer text comes first"
-    )
-    none = propose(history, np.array([2], np.int32), pool, Strategy(1, 2, 3), Settings(min_match=2))
-    assert none.tokens[0].tolist() == [3, ABSENT, ABSENT]
-
-
 def test_a_tree_may_have_more_nodes_than_the_text_can_fill():
     history = np.array([[1, 2, 1, 3, 1]], np.int32)
     tree = propose(

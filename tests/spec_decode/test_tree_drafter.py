@@ -21,7 +21,7 @@ from tlt_jax.keys import sequence_keys
 from tlt_jax.models import drafter as drafters
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.spec_decode import noise, tree_drafter
-from tlt_jax.spec_decode.interface import ABSENT, Candidates, Context, DraftTree, score_order
+from tlt_jax.spec_decode.interface import ABSENT, Context, DraftTree, score_order
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.spec_decode.tree import rerank
 from tlt_jax.spec_decode.tree_drafter import Coupling, LearnedState
@@ -192,50 +192,6 @@ def test_trees_of_a_block_are_those_of_plain_loops(
     rule, heads = (coupling, strategy, temperature, ids), (has_bias, has_confidence)
     tree = block(*rule, *heads, unrolls)
     assert_is_that_of_loops(tree, lambda row, path: block_logits(row, path, *heads), *rule)
-
-
-@pytest.mark.parametrize("wrong", ["markov_embedding", "draft_block"])
-def test_the_loops_tell_a_wrong_parent_and_a_wrong_level_apart(wrong):
-    """What the equality above would miss: the bias of another node of the level, the hidden state of another level."""
-    rule = Coupling(0.75), Strategy(4, 3, 12), 1.0
-    shifted = {
-        "markov_embedding": lambda params, tokens, dtype: jax.nn.one_hot(
-            jnp.roll(tokens, 1, 1), V, dtype=dtype
-        ),
-        "draft_block": lambda *given: jnp.roll(jnp.asarray(HIDDEN)[:, : given[6]], 1, 1),
-    }
-    with pytest.raises(AssertionError):
-        assert_is_that_of_loops(block(*rule, **{wrong: shifted[wrong]}), block_logits, *rule)
-
-
-def test_random_candidates_never_leave_an_orphan():
-    rng = np.random.default_rng(0)
-    k, depth, count = 3, 4, 400
-    tokens, parents, depths, scores = [], [], [], []
-    for _ in range(count):
-        ids, ups, deep, total = [], [], [], []
-        beams = [(-1, 0.0)]
-        for level in range(1, depth + 1):
-            new = []
-            for up, score in beams:
-                logp = np.minimum(np.round(-rng.exponential(1.0, k), 1), 0)  # rounded: many ties
-                for place in range(k):
-                    new.append((len(ids), score + logp[place]))
-                    ids.append(place), ups.append(up), deep.append(level)
-                    total.append(score + logp[place])
-            beams = sorted(new, key=lambda node: -node[1])[:k]
-        tokens.append(ids), parents.append(ups), depths.append(deep), scores.append(total)
-    arrays = [jnp.asarray(np.array(one), jnp.int32) for one in (tokens, parents, depths)]
-    candidates = Candidates(
-        *arrays, jnp.asarray(np.array(scores)), jnp.zeros((count, len(ids)), jnp.int32)
-    )
-    for nodes in (2, 8, 16, 31):
-        tree = rerank(candidates, jnp.zeros(count, jnp.int32), nodes)
-        unsorted = rerank(candidates, jnp.zeros(count, jnp.int32), nodes, counts=True)
-        jax.tree.map(np.testing.assert_array_equal, unsorted, tree)
-        assert not references.orphans(tree).any()
-        best = np.sort(np.array(scores), axis=1)[:, ::-1][:, : nodes - 1]
-        np.testing.assert_allclose(np.sort(tree.scores[:, 1:], axis=1)[:, ::-1], best)
 
 
 def test_what_is_not_finite_becomes_no_node():
