@@ -78,14 +78,12 @@ def test_solutions_of_the_task_end_in_eos_and_are_not_the_prompts_of_training():
     dataset = datasets.load(make_config(), tokenizer := make_tokenizer())
     pairs = dataset.solutions(0, 50)
     for prompt, solution in pairs:
-        assert solution[-1] == tokenizer.eos_token_id
-        assert worked_answer(tokenizer, prompt) == tokenizer.decode(solution[-2:-1])
+        answer = sum(int(c) for c in tokenizer.decode(prompt)[:-1]) % 10
+        assert tokenizer.decode(solution[-2:]) == f"{answer}{tokenizer.eos_token}"
+    for one, other in zip(dataset.solutions(2, 10), pairs[20:30], strict=True):
+        assert [*map(list, one)] == [*map(list, other)], "of the rows of this step"
     texts = {tokenizer.decode(prompt) for prompt, _ in pairs}
     assert len(texts & {p.text for step in range(12) for p in dataset.prompts(step)}) < 10
-
-
-def worked_answer(tokenizer, prompt: np.ndarray) -> str:
-    return tasks.DIGITS[sum(int(c) for c in tokenizer.decode(prompt)[:-1]) % 10]
 
 
 def test_each_epoch_has_every_row_once_in_a_new_order_across_step_borders(tmp_path):
@@ -226,23 +224,18 @@ def test_a_row_keeps_the_id_of_the_data(column, tmp_path):
         )
 
 
-def test_long_prompts_are_dropped_and_counted(tmp_path):
+def test_long_prompts_are_dropped_and_counted_and_more_than_half_are_an_error(tmp_path):
     rows = [{"prompt": "x" * n, "answer": "1"} for n in range(1, 11)]
     source = write(tmp_path / "a.jsonl", rows)
-    dataset = datasets.load(
-        make_config(source, eval=str(source), max_prompt_tokens=7), make_tokenizer()
-    )
-    assert dataset.counts == {
-        "rows": 10,
-        "train_rows": 7,
-        "too_long": 3,
-        "eval_rows": 7,
-        "eval_too_long": 3,
-    }
+    config = make_config(source, eval=str(source), max_prompt_tokens=7)
+    dataset = datasets.load(config, make_tokenizer())
+    used = {"rows": 10, "train_rows": 7, "eval_rows": 7}
+    assert dataset.counts == used | {"too_long": 3, "eval_too_long": 3}
     assert all(len(p.tokens) <= 7 for p in dataset.train)
-    assert "7 of 7 prompts are longer than data.max_prompt_tokens 0" in failure(
-        make_config(source, max_prompt_tokens=0)
-    )
+    assert "7 of 10 rows (dropped: 3 longer than data.max_prompt_tokens)" in dataset.describe()
+    for limit, found in ((4, "6 of 10"), (0, "10 of 10")):
+        message = failure(make_config(source, eval=str(source), max_prompt_tokens=limit))
+        assert f"{found} prompts are longer than data.max_prompt_tokens {limit}" in message
 
 
 def test_the_chat_template_gets_system_suffix_and_its_own_arguments(tmp_path):
@@ -449,20 +442,6 @@ def test_duplicates_and_evaluation_prompts_are_not_trained_on(tmp_path):
     )
 
 
-def test_more_long_prompts_than_allowed_are_an_error(tmp_path):
-    rows = [{"prompt": "x" * n, "answer": "1"} for n in range(1, 11)]
-    config = make_config(write(tmp_path / "a.jsonl", rows), eval_size=0)
-    eight = replace(config, data=replace(config.data, max_prompt_tokens=8))
-    assert datasets.load(eight, make_tokenizer()).describe() == (
-        "data: 8 of 10 rows (dropped: 2 longer than data.max_prompt_tokens), 0 of evaluation"
-    )
-    message = failure(replace(config, data=replace(config.data, max_prompt_tokens=4)))
-    assert (
-        "6 of 10 prompts are longer than data.max_prompt_tokens 4: raise it (the longest has 10"
-        in message
-    )
-
-
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_no_shipped_configuration_reads_a_whole_data_set_of_the_hub(path):
     data = configuration.read(path).data
@@ -581,23 +560,22 @@ def test_a_reference_is_the_number_that_is_written(written, text, tmp_path):
 
 
 def test_numbers_of_a_float_column_have_no_exponent(tmp_path):
-    import pyarrow
     import pyarrow.parquet
 
-    rows = [{"prompt": f"p{n}", "answer": value} for n, value in enumerate((1e22, 0.5, 7.0))]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source := tmp_path / "a.parquet")
+    def written(name: str, **columns) -> Path:
+        pyarrow.parquet.write_table(pyarrow.table(columns), path := tmp_path / name)
+        return path
+
+    source = written("a.parquet", prompt=["p", "q", "r"], answer=[1e22, 0.5, 7.0])
     loaded = datasets.load(make_config(source, eval_size=0), make_tokenizer()).train
     assert [prompt.row["answer"] for prompt in loaded] == ["1" + "0" * 22, "0.5", "7.0"]
-    raw = pyarrow.table(
-        {"prompt": pyarrow.array([b"\xff"], pyarrow.binary()).view(pyarrow.string())}
-    )
-    pyarrow.parquet.write_table(raw, other := tmp_path / "b.parquet")
-    assert f"{other}: not a readable Parquet file ('utf-8' codec" in failure(make_config(other))
-    rows[1]["answer"] = float("nan")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+    source = written("b.parquet", prompt=["p", "q"], answer=[1.0, float("nan")])
     assert f"{source}:2: column 'answer' holds NaN: write it as text" in failure(
         make_config(source)
     )
+    raw = pyarrow.array([b"\xff"], pyarrow.binary()).view(pyarrow.string())
+    source = written("c.parquet", prompt=raw)
+    assert f"{source}: not a readable Parquet file ('utf-8' codec" in failure(make_config(source))
 
 
 def test_values_that_are_no_text_and_no_number_are_named(tmp_path):
@@ -634,31 +612,15 @@ def test_values_that_are_no_text_and_no_number_are_named(tmp_path):
         assert part in message
 
 
-@pytest.mark.parametrize(
-    ("prompt", "part"),
-    [
+def test_a_question_that_cannot_be_asked_names_its_place():
+    config, tokenizer = make_config(prompt_suffix="?"), make_tokenizer(TEMPLATE)
+    for prompt, part in (
         ("a \ud800", "the prompt has a lone surrogate (\\ud800 at character 3): write whole"),
-        (
-            [("user", "a"), ("assistant", "b")],
-            "the prompt ends with an assistant's message: remove it",
-        ),
-        (
-            [("system", "a")],
-            "the prompt has no message of the user for data.prompt_suffix: add one",
-        ),
-        (
-            [("user", "\udfff")],
-            "the prompt has a lone surrogate (\\udfff at character 1): write whole",
-        ),
-    ],
-)
-def test_a_question_that_cannot_be_asked_names_its_place(prompt, part):
-    if isinstance(prompt, list):
-        prompt = [{"role": role, "content": content} for role, content in prompt]
-    with pytest.raises(DataError) as error:
-        config = make_config(prompt_suffix="?")
-        prompt_format.encode(prompt, config, make_tokenizer(TEMPLATE), "p.jsonl:3")
-    assert f"p.jsonl:3: {part}" in str(error.value)
+        ([{"role": "system", "content": "a"}], "the prompt has no message of the user for"),
+    ):
+        with pytest.raises(DataError) as error:
+            prompt_format.encode(prompt, config, tokenizer, "p.jsonl:3")
+        assert f"p.jsonl:3: {part}" in str(error.value)
 
 
 def test_gsm8k_wants_one_number_in_every_reference(tmp_path):
@@ -854,12 +816,23 @@ def test_a_warm_start_learns_all_solutions_of_a_prompt(tmp_path):
     )
 
 
-def test_a_task_that_does_not_fit_names_both_numbers():
-    assert "prompt has 13 tokens and data.max_prompt_tokens is 12" in failure(
-        make_config(max_prompt_tokens=12)
+@pytest.mark.parametrize("template", ["", TEMPLATE])
+def test_a_task_that_does_not_fit_names_both_numbers(template):
+    tokenizer = make_tokenizer(template)
+    config = make_config(chat_template=bool(template), max_prompt_tokens=12)
+    tokens = 13 + len("[user][a]") * bool(template)
+    assert f"prompt has {tokens} tokens and data.max_prompt_tokens is 12" in failure(
+        config, tokenizer
     )
     short = replace(make_config(sft_steps=1), rollout=replace(Config().rollout, max_new_tokens=50))
     assert "solution (with EOS) has 77 tokens and rollout.max_new_tokens is 50" in failure(short)
+
+
+def test_a_template_that_rejects_the_rows_of_a_task_is_a_data_error():
+    strict = make_tokenizer("{{ raise_exception('no') }}")
+    assert "the chat template rejects row longest: no" in failure(
+        make_config(chat_template=True), strict
+    )
 
 
 def test_rows_of_a_task_with_one_id_are_refused():

@@ -10,30 +10,20 @@ from tlt_jax.data.stop_rules import StopRules, stop_texts, stop_tokens
 from tlt_jax.spec_decode.decode_state import follow
 
 
-def end_of(rules: StopRules, answer: list[int], cuts: list[int]) -> int:
-    """The position of the token that ends the answer, or len(answer); reads it in pieces, as rounds do."""
-    state, read = jnp.zeros(1, jnp.int32), 0
-    for piece in np.split(np.array(answer, np.int32), cuts):
-        if not len(piece):
-            continue
-        after = np.asarray(follow(rules, state, jnp.asarray(piece)[None]))[0]
-        if (after == rules.end).any():
-            return read + int(np.argmax(after == rules.end))
-        state, read = jnp.asarray(after[-1:]), read + len(piece)
-    return len(answer)
+def ends_of(rules: StopRules, answers: np.ndarray, cuts: list[int]) -> list[int]:
+    """Of each answer the position of the token that ends it, or its length; reads them in pieces, as rounds do."""
+    states, after = jnp.zeros(len(answers), jnp.int32), []
+    for piece in np.split(np.asarray(answers, np.int32), cuts, axis=1):
+        after.append(follow(rules, states, jnp.asarray(piece)))
+        states = after[-1][:, -1]
+    is_end = np.concatenate(after, axis=1) == rules.end
+    return np.where(is_end.any(axis=1), is_end.argmax(axis=1), is_end.shape[1]).tolist()
 
 
 @pytest.mark.parametrize(
     "texts",
-    [
-        ["ab"],
-        ["abca", "bc"],
-        ["abab", "bb"],
-        ["a", "ba"],
-        ["abcab", "cabb", "aabc"],
-        ["éa", "\n\n"],
-    ],
-)
+    [["ab"], ["abca", "bc"], ["abab", "bb"], ["a", "ba"], ["abcab", "cabb", "aabc"], ["éa", "\n\n"]],
+)  # fmt: skip
 def test_an_answer_ends_with_the_token_that_completes_a_text(texts):
     rng = np.random.default_rng(0)
     alphabet = "abcé\n" if "éa" in texts else "abc"
@@ -41,30 +31,28 @@ def test_an_answer_ends_with_the_token_that_completes_a_text(texts):
     for size in (2, 3, 5, 9):
         pieces |= {"".join(rng.choice(list(alphabet), size)).encode() for _ in range(8)}
     tokens = sorted(pieces)
-    rules = stop_texts(texts, tokens)
-    ended = 0
-    for _ in range(120):
-        answer = rng.integers(
-            0, len(tokens) + 2, 12
-        ).tolist()  # two ids have no bytes: they are padding
-        expected = len(answer)
-        for count in range(1, len(answer) + 1):
-            spelled = b"".join(tokens[t] if t < len(tokens) else b"\xff" for t in answer[:count])
-            if any(text.encode() in spelled for text in texts):
-                expected = count - 1
-                break
-        cuts = sorted(rng.integers(0, len(answer) + 1, 3).tolist())
-        assert end_of(rules, answer, cuts) == expected, [tokens[t : t + 1] for t in answer]
-        ended += expected < len(answer)
-    assert 30 < ended, "answers that end say something"
+    answers = rng.integers(0, len(tokens) + 2, (120, 12))  # two ids have no bytes: padding
+    expected = []
+    for answer in answers:
+        spelled = [tokens[t] if t < len(tokens) else b"\xff" for t in answer]
+        read = [b"".join(spelled[: count + 1]) for count in range(12)]
+        ended = [any(text.encode() in one for text in texts) for one in read]
+        expected.append(ended.index(True) if True in ended else 12)
+    for cuts in ([], [1, 4, 9], [2, 3, 11]):
+        assert ends_of(stop_texts(texts, tokens), answers, cuts) == expected
+    assert 30 < sum(end < 12 for end in expected), "answers that end say something"
 
 
 def test_token_stops_are_found_and_other_ids_are_not():
     rules = stop_tokens(((7, 7, 3), (7, 3), (11,)))
-    for answer, expected in (
-        ([7, 7, 3], 2), ([7, 5, 3, 7, 3], 4), ([11], 0), ([5, 99, 7, 99, 3], 5), ([3, 3, 7], 3),
-    ):  # fmt: skip
-        assert end_of(rules, answer, [1]) == expected
+    answers = [
+        [7, 7, 3, 0, 0],
+        [7, 5, 3, 7, 3],
+        [11, 0, 0, 0, 0],
+        [5, 99, 7, 99, 3],
+        [3, 3, 7, 0, 0],
+    ]
+    assert ends_of(rules, answers, [1]) == [2, 4, 0, 5, 5]
 
 
 def test_rules_are_equal_by_content():
