@@ -1,6 +1,9 @@
-"""Products and masks in at least float32, names of what attention keeps, and powers of two."""
+"""Products and masks in at least float32, names of what attention keeps, chunks, and powers of two."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +48,26 @@ def finite(x: Float[Array, "*A"]) -> Float[Array, "*A"]:
 def sound(v: Float[Array, "*A E"]) -> Bool[Array, "*A"]:
     """Whether a token's values are finite; if not, the scores of its keys are NaN, so that all who see it are too."""
     return jnp.all(jnp.isfinite(v), axis=-1)
+
+
+def in_chunks(function: Callable[..., Array], size: int, arrays: Any, *numbers: Array) -> Array:
+    """function(number of a chunk each, *chunks) of `size` elements of the arrays' second axis, one chunk after the other.
+
+    `numbers`: of every chunk one. The last chunk is padded with zeros, and its result is cut.
+    """
+    total = jax.tree.leaves(arrays)[0].shape[1]
+    count = -(-total // size)
+
+    def split(array: Array) -> Array:
+        padding = [(0, count * size - total if axis == 1 else 0) for axis in range(array.ndim)]
+        padded = jnp.pad(array, padding)
+        return jnp.moveaxis(padded.reshape(-1, count, size, *array.shape[2:]), 1, 0)
+
+    chunks = (*numbers, *jax.tree.map(split, arrays))
+    if count == 1:
+        return function(*jax.tree.map(lambda array: array[0], chunks))[:, :total]
+    out = jnp.moveaxis(jax.lax.map(lambda chunk: function(*chunk), chunks), 0, 1)
+    return out.reshape(-1, count * size, *out.shape[3:])[:, :total]
 
 
 def power(number: int) -> int:

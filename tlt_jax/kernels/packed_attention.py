@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from tlt_jax.distributed.mesh import cuda_capability, is_tpu, partition
-from tlt_jax.kernels.numerics import KEPT, contract, masked, widen
+from tlt_jax.kernels.numerics import KEPT, contract, in_chunks, masked, widen
 from tlt_jax.shapes import most_segments, shaped
 
 CUDNN, SPLASH, BLOCKS = "cudnn", "splash", "blocks"
@@ -90,15 +90,8 @@ def attend_in_blocks(
     """`attend` in plain JAX operations; only the scores of `block` queries exist at once."""
     T = segments.shape[1]
     block = min(block, T)
-    count = -(-T // block)
     window = min(T, (1 - (1 - (longest or T)) // block) * block)
     k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-
-    def split(array: Array) -> Array:
-        padded = jnp.pad(
-            array, [(0, count * block - T if axis == 1 else 0) for axis in range(array.ndim)]
-        )
-        return jnp.moveaxis(padded.reshape(-1, count, block, *array.shape[2:]), 1, 0)
 
     @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*KEPT))
     def one(index: Array, q: Array, segment: Array, own: tuple[Array, Array] | None) -> Array:
@@ -112,11 +105,7 @@ def attend_in_blocks(
         same = (segment[:, :, None] == others[:, None, :]) & (segment[:, :, None] > 0)
         return attend_block(q, keys, values, (earlier & same)[:, None, None], own)
 
-    blocks = (jnp.arange(count), *jax.tree.map(split, (q, segments, own)))
-    if count == 1:
-        return one(*jax.tree.map(lambda array: array[0], blocks))[:, :T]
-    out = jnp.moveaxis(jax.lax.map(lambda block: one(*block), blocks), 0, 1)
-    return out.reshape(-1, count * block, *q.shape[2:])[:, :T]
+    return in_chunks(one, block, (q, segments, own), jnp.arange(-(-T // block)))
 
 
 def attend_block(

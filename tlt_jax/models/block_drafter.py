@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from tlt_jax.kernels import cache_rows, tree_attention
 from tlt_jax.kernels.fused import Fused
-from tlt_jax.kernels.numerics import contract, masked
+from tlt_jax.kernels.numerics import contract, in_chunks, masked
 from tlt_jax.models import drafter as drafters, kv_cache, layers as ops
 from tlt_jax.models.architecture import Layer
 from tlt_jax.models.decoder_layer import (
@@ -260,20 +260,9 @@ def attend_blocks(
     """
     A, N = q.shape[1:3]
     count = -(-A // max(1, block // N))  # chunks
-    size = -(-A // count)
     keys, values = jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2)
-
-    def split(array: Array) -> Array:
-        padding = [(0, count * size - A if axis == 1 else 0) for axis in range(array.ndim)]
-        padded = jnp.pad(array, padding)
-        return jnp.moveaxis(padded.reshape(-1, count, size, *array.shape[2:]), 1, 0)
-
     one = jax.checkpoint(partial(attend_chunk, keys, values, segments, causal=causal))
-    chunks = jax.tree.map(split, (q, k, v, anchors))
-    if count == 1:
-        return one(*jax.tree.map(lambda array: array[0], chunks))
-    out = jax.lax.map(lambda chunk: one(*chunk), chunks)
-    return jnp.moveaxis(out, 0, 1).reshape(-1, count * size, *q.shape[2:])[:, :A]
+    return in_chunks(one, -(-A // count), (q, k, v, anchors))
 
 
 def attend_chunk(
