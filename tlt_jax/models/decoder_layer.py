@@ -5,7 +5,6 @@ Features lie on `axis`, as in layers.py; shapes are written for axis -1 in funct
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -233,14 +232,15 @@ def node_heads(
     config: ModelConfig,
     inputs: tuple[Float[Array, "D BN"], ...],
     norms: tuple[Float[Array, " D"], ...],
-    normed: Callable[[], Float[Array, "In BN"]],
+    y: Float[Array, "In BN"] | None,
     angles: tuple[Float[Array, "half BN"], Float[Array, "half BN"]],
     batch: int,
     fused: Fused | None,
 ) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
     """`heads` of the nodes of B trees as tree_attention.attend takes it, by a kernel where there is one.
 
-    normed() is what the matrices read: the inputs, each normed alone, below each other. Without inputs no kernel norms them.
+    The matrices read the inputs, each normed alone, below each other. `y`: that, where it is made; a layer without these norms
+    has it alone, and no inputs.
     """
     eps, E = config.rms_eps, config.head_dim
     joined = isinstance(layer, JoinedLayer)
@@ -259,7 +259,9 @@ def node_heads(
             found = projections.heads(inputs, norms, *given)
         if found is not None:
             return found
-        y = normed()
+        if y is None:
+            pairs = zip(inputs, norms, strict=True)
+            y = jnp.concatenate([ops.rms_norm(x, norm, eps, 0) for x, norm in pairs])
         found = product_parts.heads(y, *given, ops.change(y, layer.qkv, 0) if changed else None)
     return ops.by_node(*heads(layer, config, y, *angles, 0), batch) if found is None else found
 
@@ -274,13 +276,7 @@ def attention_heads(
 ) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
     """`node_heads` of a layer that reads x; x: also normed, where a kernel made that too."""
     x, normed = x
-
-    def enter() -> Array:
-        if normed is not None:
-            return normed
-        return ops.rms_norm(x, layer.attention_norm, config.rms_eps, 0)
-
-    return node_heads(layer, config, (x,), (layer.attention_norm,), enter, angles, batch, fused)
+    return node_heads(layer, config, (x,), (layer.attention_norm,), normed, angles, batch, fused)
 
 
 @jax.named_scope("layer")

@@ -127,12 +127,11 @@ def node_heads(
     fused: Fused | None,
 ) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
     """Queries, keys and values as tree_attention.attend takes them."""
-    is_normed = config.kind == "eagle3"
-    return decoder_layer.node_heads(
-        params.layers, config.layers, (embedded, x) if is_normed else (),
-        (params.layers.attention_norm, params.hidden_norm) if is_normed else (),
-        partial(attention_input, params, config, embedded, x, 0), angles, batch, fused,
-    )  # fmt: skip
+    inputs, norms, y = (embedded, x), (params.layers.attention_norm, params.hidden_norm), None
+    if config.kind == "eagle":
+        inputs, norms, y = (), (), x
+    rest = y, angles, batch, fused
+    return decoder_layer.node_heads(params.layers, config.layers, inputs, norms, *rest)
 
 
 @shaped
