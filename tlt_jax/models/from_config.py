@@ -23,6 +23,7 @@ from tlt_jax.models import (
     drafter as drafters,
     hf,
     hf_adapter,
+    hf_config,
     hf_drafter,
     lora,
 )
@@ -43,8 +44,8 @@ def model_config(config: Config, tokenizer: Any) -> ModelConfig:
     """
     eos_ids = () if tokenizer is None else (tokenizer.eos_token_id,)
     if config.model.path:
-        return hf.read_config(policy_directory(config), eos_ids, config.model.init)
-    return hf.new_config(config.model.init, len(tokenizer), eos_ids)
+        return hf_config.read_config(policy_directory(config), eos_ids, config.model.init)
+    return hf_config.new_config(config.model.init, len(tokenizer), eos_ids)
 
 
 def warn_of_tokenizer(config: Config, tokenizer: Any) -> None:
@@ -54,7 +55,7 @@ def warn_of_tokenizer(config: Config, tokenizer: Any) -> None:
     """
     if not config.model.path or tokenizer is None:
         return
-    model, size = hf.read_config(policy_directory(config)), len(tokenizer)
+    model, size = hf_config.read_config(policy_directory(config)), len(tokenizer)
     if not model.vocab_size - PADDING < size <= model.vocab_size:
         what = f"{size:,} tokens, and the model has {model.vocab_size:,}"
     elif model.eos_ids and tokenizer.eos_token_id not in model.eos_ids:
@@ -156,12 +157,9 @@ def load_drafter(
     For an adaptive one: the drafter of drafter_training.start, or only the configuration of a new one. Raises ModelError,
     naming what does not fit, when the drafter was made for another policy.
     """
-    path = drafter_directory(config) or start_directory(config)
+    drafter, path = drafter_config(config, model), drafter_source(config)
     if path is None:
-        is_new = config.speculation.drafter == ADAPTIVE
-        return (new_drafter_config(config, model) if is_new else None), None
-    if drafter_directory(config) is None:
-        check_start(config, model)
+        return drafter, None
     return hf_drafter.load(
         path, model, mesh, config.model.param_dtype, longest_sequence(config, model)
     )
@@ -174,14 +172,13 @@ def drafter_config(config: Config, model: ModelConfig) -> DrafterConfig | None:
     speculation.drafter adaptive, it is the one that training starts from. Raises ModelError as `load_drafter` does.
     """
     path = drafter_directory(config)
+    if path is not None and path.exists():
+        return hf_drafter.read_config(path, model, longest_sequence(config, model))
     if path is None and config.speculation.drafter != ADAPTIVE:
         return None
-    if path is None or not path.exists():
-        if not config.drafter_training.start:
-            return new_drafter_config(config, model)
-        check_start(config, model)
-        path = Path(parse.expand(config.drafter_training.start, "drafter_training.start"))
-    return hf_drafter.read_config(path, model, longest_sequence(config, model))
+    if config.drafter_training.start:
+        return start_config(config, model)
+    return new_drafter_config(config, model)
 
 
 def new_drafter_config(config: Config, model: ModelConfig) -> DrafterConfig:
@@ -213,12 +210,13 @@ def check_unroll(unroll: int, kind: str) -> None:
         )
 
 
-def check_start(config: Config, model: ModelConfig) -> None:
-    """Raises ConfigError when a knob does not fit the kind of drafter_training.start; reads its config.json only."""
+def start_config(config: Config, model: ModelConfig) -> DrafterConfig:
+    """The config of drafter_training.start. Raises ConfigError when a knob does not fit its kind."""
     knobs = config.drafter_training
     path = Path(parse.expand(knobs.start, "drafter_training.start"))
     drafter = hf_drafter.read_config(path, model, longest_sequence(config, model))
     check_unroll(knobs.unroll, drafter.kind)
+    return drafter
 
 
 def drafter_acceptance(config: Config) -> tuple[float, ...]:
@@ -226,16 +224,16 @@ def drafter_acceptance(config: Config) -> tuple[float, ...]:
 
     Raises ModelError for a record that cannot be read.
     """
-    path = drafter_directory(config) or start_directory(config)
+    path = drafter_source(config)
     return () if path is None else hf_drafter.read_acceptance(path)
 
 
-def start_directory(config: Config) -> Path | None:
-    """The directory that the training of an adaptive drafter starts from; None without one."""
+def drafter_source(config: Config) -> Path | None:
+    """The directory of the run's drafter: that of speculation.drafter, or where the training of an adaptive one starts."""
     start = config.drafter_training.start
-    if not start or config.speculation.drafter != ADAPTIVE:
-        return None
-    return Path(parse.expand(start, "drafter_training.start"))
+    if start and config.speculation.drafter == ADAPTIVE:
+        return Path(parse.expand(start, "drafter_training.start"))
+    return drafter_directory(config)
 
 
 def drafter_directory(config: Config) -> Path | None:

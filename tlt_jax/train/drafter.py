@@ -52,7 +52,7 @@ def train(config: Config) -> int:
         dataset = datasets.load(config, tokenizer)
     setup, steps = Setup.of(config, tokenizer, dataset), config.drafter_training.steps
     if config.drafter_training.start:
-        from_config.check_start(config, setup.model)
+        from_config.start_config(config, setup.model)
     if dataset:
         print(dataset.describe(), flush=True)
     digest = dataset.digest() if dataset else ""
