@@ -97,10 +97,6 @@ def default_rank(width: int) -> int:
     return min(1 << max(width // 8, 16).bit_length() - 1, 256)
 
 
-def new_eagle(policy: ModelConfig) -> dict[str, Any]:
-    return {"captures": (NORMED,)}
-
-
 def new_eagle3(policy: ModelConfig) -> dict[str, Any]:
     """EAGLE-3.1."""
     return {"captures": level_captures(policy.num_layers), "fc_norm": True, "norm_output": True}
@@ -119,7 +115,13 @@ def new_dspark(policy: ModelConfig) -> dict[str, Any]:
 
 BLOCK, QWEN3 = ("block_size", "mask_token_id", "causal"), ("qwen3",)
 KINDS = {
-    "eagle": Kind(("fc_bias",), new_eagle, ("llama", "qwen2"), NORMED, can_reduce=False),
+    "eagle": Kind(
+        ("fc_bias",),
+        lambda policy: {"captures": (NORMED,)},
+        ("llama", "qwen2"),
+        NORMED,
+        can_reduce=False,
+    ),
     "eagle3": Kind(("fc_norm", "norm_output"), new_eagle3, ("llama",), 1, has_head=True),
     "dflash": Kind(BLOCK, new_block, QWEN3, 0, is_block=True, skipped=1),
     "dspark": Kind((*BLOCK, "markov_rank", "confidence"), new_dspark, QWEN3, 0, is_block=True),

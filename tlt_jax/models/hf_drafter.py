@@ -1,8 +1,7 @@
 """Drafter directories of Hugging Face, as other programs read them: config.json, tensors and what is accepted.
 
-EAGLE in the format of SGLang and vLLM; block drafters in that of z-lab (DFlash) and DeepSpec (DSpark), which vLLM reads. A new
-kind has a row in ARCHITECTURES and in TENSORS, and reads and writes its keys of config.json in `block_fields` or
-`level_fields`, and in `to_raw`.
+EAGLE in the format of SGLang and vLLM; block drafters in that of z-lab (DFlash) and DeepSpec (DSpark), which vLLM reads. A
+kind has one row in FORMATS.
 
 The embedding, and the head of drafters without their own, are the policy's: they are neither written nor read. A draft
 vocabulary of eagle3 is `d2t`, offsets, and `t2d`; of block drafters `t2d` alone, and the Markov head's rows of other tokens are
@@ -13,12 +12,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,49 +34,9 @@ from tlt_jax.models.hf_config import from_hf_config, read_json, to_hf_config
 WEIGHTS = "model.safetensors"
 ACCEPTANCE = "acceptance.json"  # acceptance by depth; other engines do not read it
 MASK_EMBEDDING = "mask_embedding.pt"  # of drafters whose mask is not a token of the policy
-ARCHITECTURES = {  # name -> kind, model_type of its layers; the first of a kind that fits is written
-    "LlamaForCausalLMEagle3": ("eagle3", "llama"),
-    "LlamaForCausalLMEagle": ("eagle", "llama"),
-    "Qwen2ForCausalLMEagle": ("eagle", "qwen2"),
-    "DFlashDraftModel": ("dflash", "qwen3"),
-    "Qwen3DFlashDraftModel": ("dflash", "qwen3"),  # vLLM before 0.20
-    "Qwen3DSparkModel": (
-        "dspark",
-        "qwen3",
-    ),  # DeepSpec, also its DFlash: no Markov head and no confidence head
-}
-BLOCK_TENSORS = (
-    ("fuse", "fc.weight"),
-    ("hidden_norm", "hidden_norm.weight"),
-    ("final_norm", "norm.weight"),
-    ("markov_in", "markov_head.markov_w1.weight"),
-    ("markov_out", "markov_head.markov_w2.weight"),
-    ("confidence", "confidence_head.proj.weight"),
-    ("confidence_bias", "confidence_head.proj.bias"),
-    ("layers", "layers.{}."),
-    ("ids", "t2d"),
-)
-TENSORS = {  # in the order of the file: leaf of DrafterParams, name; {}: one tensor for each index of the leaf's first axis
-    "eagle": (
-        ("fuse", "fc.weight"),
-        ("fuse_bias", "fc.bias"),  # SGLang's fc has one, which stays random when the file has none
-        ("layers", "layers.0."),
-    ),
-    "eagle3": (
-        ("fuse", "fc.weight"),
-        ("hidden_norm", "midlayer.hidden_norm.weight"),
-        ("feature_norms", "fc_norm.{}.weight"),
-        ("layers", "midlayer."),
-        ("final_norm", "norm.weight"),
-        ("head", "lm_head.weight"),
-        ("ids", "d2t"),
-        ("ids", "t2d"),
-    ),
-    "dflash": BLOCK_TENSORS,
-    "dspark": BLOCK_TENSORS,
-}
 VLLM_EAGLE = {"llama"}  # families with an EAGLE class in vLLM
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+DRAFT_VOCAB = "tlt_draft_vocab_size"  # ours: other programs draft from the whole vocabulary
 READ = {
     "architectures", "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size", "tie_word_embeddings", "rope_theta",
@@ -85,7 +44,6 @@ READ = {
     "attention_bias", LAYER_IDS, "initializer_range", "original_max_position_embeddings", "quantization_config",
     "partial_rotary_factor", "use_sliding_window", "layer_types",
 }  # fmt: skip
-DRAFT_VOCAB = "tlt_draft_vocab_size"  # ours: other programs draft from the whole vocabulary
 READ_EAGLE = {"bias", "fc_bias", "mlp_bias", "fc_norm", "norm_output", "eagle_config"}
 READ_BLOCK = {
     "block_size", "num_target_layers", "dflash_config", "mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type",
@@ -122,60 +80,26 @@ def read_config(directory: str | Path, policy: ModelConfig, positions: int = 0) 
 def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
     """The configuration of a config.json. Raises ModelError or ValueError that names what is unsupported."""
     named = raw.get("architectures") or [None]
-    kind, family = ARCHITECTURES.get(named[0], (None, None))
+    known = {
+        name: (kind, form.architectures[name])
+        for kind, form in FORMATS.items()
+        for name in form.architectures
+    }
+    kind, family = known.get(named[0], (None, None))
     is_block = kind is not None and drafters.KINDS[kind].is_block
     after = [[]] if is_block else [[], [hf_config.ARCHITECTURES.get(family)]]
     if kind is None or named[1:] not in after:
         raise ModelError(
-            f"architectures {named} are not a supported drafter: use {', '.join(ARCHITECTURES)}"
+            f"architectures {named} are not a supported drafter: use {', '.join(known)}"
         )
-    own = block_fields(raw, policy) if is_block else level_fields(raw, policy, kind, family)
+    refuse_unknown(raw, READ | FORMATS[kind].keys)
+    own = FORMATS[kind].read(raw, policy, family)
     layers = replace(from_hf_config(dict(raw) | {"model_type": family}), tied=False, eos_ids=())
     config = DrafterConfig(
         kind, layers, policy.num_layers, **{"draft_vocab_size": layers.vocab_size} | own
     )
     check_policy(config, policy)
     return config
-
-
-def level_fields(
-    raw: Mapping[str, Any], policy: ModelConfig, kind: str, family: str
-) -> dict[str, Any]:
-    """The fields of DrafterConfig that a config.json of EAGLE gives beside the sizes of its layers. Raises as `from_raw`."""
-    refuse_unsupported(raw, kind, family)
-    named = {"fc_bias": bool(raw.get("fc_bias") or raw.get("bias"))}
-    named |= {name: bool(raw.get(name)) for name in ("fc_norm", "norm_output")}
-    if kind == "eagle":
-        return named | {"captures": (NORMED,)}
-    size = raw["draft_vocab_size"]
-    return named | {"captures": read_captures(raw, policy), "draft_vocab_size": size}
-
-
-def refuse_unsupported(raw: Mapping[str, Any], kind: str, family: str) -> None:
-    """Raises ModelError for keys and values of a config.json that describe another network."""
-    refuse_unknown(raw, READ | READ_EAGLE)
-    if raw.get("num_hidden_layers") != 1:
-        raise ModelError(
-            f"num_hidden_layers {raw.get('num_hidden_layers')}: only drafters of one layer are supported"
-        )
-    biased = [
-        name for name in ("attention_bias", "mlp_bias") if raw.get(name) and family == "llama"
-    ]
-    if kind == "eagle3":
-        if raw.get("bias"):
-            biased.append("bias")
-        if raw.get("tie_word_embeddings"):
-            raise ModelError(
-                "tie_word_embeddings true: an EAGLE-3 drafter needs an LM head of its own"
-            )
-        if not raw.get("draft_vocab_size"):
-            raise ModelError(
-                "draft_vocab_size is missing: an EAGLE-3 drafter that shares the policy's LM head is not supported"
-            )
-    if biased:
-        raise ModelError(
-            f"{', '.join(biased)} true: not supported in a drafter of this architecture"
-        )
 
 
 def refuse_unknown(raw: Mapping[str, Any], known: set[str]) -> None:
@@ -189,9 +113,42 @@ def refuse_unknown(raw: Mapping[str, Any], known: set[str]) -> None:
         raise ModelError(f"{wide}: only drafters as wide as their policy are supported")
 
 
-def block_fields(raw: Mapping[str, Any], policy: ModelConfig) -> dict[str, Any]:
-    """`level_fields` of a block drafter."""
-    refuse_unknown(raw, READ | READ_BLOCK)
+def read_eagle(raw: Mapping[str, Any], policy: ModelConfig, family: str) -> dict[str, Any]:
+    """`Format.read` of EAGLE."""
+    return level_fields(raw, ("attention_bias", "mlp_bias") if family == "llama" else ())
+
+
+def read_eagle3(raw: Mapping[str, Any], policy: ModelConfig, family: str) -> dict[str, Any]:
+    """`Format.read` of EAGLE-3."""
+    named, size = (
+        level_fields(raw, ("attention_bias", "mlp_bias", "bias")),
+        raw.get("draft_vocab_size"),
+    )
+    if raw.get("tie_word_embeddings"):
+        raise ModelError("tie_word_embeddings true: an EAGLE-3 drafter needs an LM head of its own")
+    if not size:
+        raise ModelError(
+            "draft_vocab_size is missing: an EAGLE-3 drafter that shares the policy's LM head is not supported"
+        )
+    return named | {"captures": read_captures(raw, policy), "draft_vocab_size": size}
+
+
+def level_fields(raw: Mapping[str, Any], biases: Sequence[str]) -> dict[str, Any]:
+    """What EAGLE and EAGLE-3 have in common; of these biases they have none."""
+    if raw.get("num_hidden_layers") != 1:
+        raise ModelError(
+            f"num_hidden_layers {raw.get('num_hidden_layers')}: only drafters of one layer are supported"
+        )
+    if biased := [name for name in biases if raw.get(name)]:
+        raise ModelError(
+            f"{', '.join(biased)} true: not supported in a drafter of this architecture"
+        )
+    flags = {name: bool(raw.get(name)) for name in ("fc_norm", "norm_output")}
+    return flags | {"captures": (NORMED,), "fc_bias": bool(raw.get("fc_bias") or raw.get("bias"))}
+
+
+def read_block(raw: Mapping[str, Any], policy: ModelConfig, family: str) -> dict[str, Any]:
+    """`Format.read` of block drafters."""
     if raw.get("model_type", "qwen3") != "qwen3":
         raise ModelError(
             f"model_type {raw['model_type']!r}: only block drafters with layers of qwen3 are supported"
@@ -291,39 +248,109 @@ def read_captures(raw: Mapping[str, Any], policy: ModelConfig) -> tuple[int, ...
 
 
 def to_raw(config: DrafterConfig, dtype: np.dtype) -> dict[str, Any]:
-    """The config.json of a drafter. `bias` is never true: SGLang and vLLM read it as the attention's."""
-    raw, family = to_hf_config(config.layers, dtype), config.layers.family
-    names = [next(name for name, row in ARCHITECTURES.items() if row == (config.kind, family))]
-    if config.kind == "eagle":
+    """The config.json of a drafter."""
+    form, raw, family = (
+        FORMATS[config.kind],
+        to_hf_config(config.layers, dtype),
+        config.layers.family,
+    )
+    names = [next(name for name, one in form.architectures.items() if one == family)]
+    if config.kind == "eagle" and family in VLLM_EAGLE:
         # SGLang reads the first name; vLLM prefixes "Eagle" and takes the name that it knows.
-        names += raw["architectures"] if family in VLLM_EAGLE else []
-        return raw | {"architectures": names, "bias": False, "fc_bias": config.fc_bias}
+        names += raw["architectures"]
+    return raw | {"architectures": names} | form.write(config)
+
+
+def write_eagle(config: DrafterConfig) -> dict[str, Any]:
+    """`Format.write` of EAGLE. `bias` is never true: SGLang and vLLM read it as the attention's."""
+    return {"bias": False, "fc_bias": config.fc_bias}
+
+
+def write_eagle3(config: DrafterConfig) -> dict[str, Any]:
+    """`Format.write` of EAGLE-3."""
     outputs = [one - 1 for one in config.captures]
-    raw |= {"architectures": names}
-    if config.kind == "eagle3":
-        return raw | {
-            "draft_vocab_size": config.draft_vocab_size,
-            "fc_norm": config.fc_norm,
-            "norm_output": config.norm_output,
-            LAYER_IDS: list(config.captures),
-            "eagle_config": {LAYER_IDS: outputs, "use_aux_hidden_state": True},
-        }
+    return {
+        "draft_vocab_size": config.draft_vocab_size,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        LAYER_IDS: list(config.captures),
+        "eagle_config": {LAYER_IDS: outputs, "use_aux_hidden_state": True},
+    }
+
+
+def write_dflash(config: DrafterConfig) -> dict[str, Any]:
+    """`Format.write` of DFlash."""
+    outputs = [one - 1 for one in config.captures]
     shape = {"mask_token_id": config.mask_token_id, "target_layer_ids": outputs}
-    raw |= {} if config.has_full_vocab else {DRAFT_VOCAB: config.draft_vocab_size}
-    raw |= {
+    return ({} if config.has_full_vocab else {DRAFT_VOCAB: config.draft_vocab_size}) | {
         "block_size": config.block_size,
         "num_target_layers": config.policy_layers,
         "dflash_config": shape | ({"causal": True} if config.causal else {}),
     }
-    if config.kind == "dflash":
-        return raw
-    heads = {
-        "markov_rank": config.markov_rank,
-        "enable_confidence_head": config.confidence,
-        "confidence_head_with_markov": config.confidence and config.markov_rank > 0,
-        "num_anchors": 512,  # DeepSpec asks for it, and reads it in training only
-    }
-    return raw | shape | heads | ({"markov_head_type": "vanilla"} if config.markov_rank else {})
+
+
+def write_dspark(config: DrafterConfig) -> dict[str, Any]:
+    """`Format.write` of DSpark."""
+    raw = write_dflash(config)
+    raw |= {name: raw["dflash_config"][name] for name in ("mask_token_id", "target_layer_ids")}
+    return (
+        raw
+        | ({"markov_head_type": "vanilla"} if config.markov_rank else {})
+        | {
+            "markov_rank": config.markov_rank,
+            "enable_confidence_head": config.confidence,
+            "confidence_head_with_markov": config.confidence and config.markov_rank > 0,
+            "num_anchors": 512,  # DeepSpec asks for it, and reads it in training only
+        }
+    )
+
+
+class Format(NamedTuple):
+    """The directories of drafters of a kind.
+
+    `architectures`: by name, the model_type of the layers; the first that fits is written. `keys`: of config.json beside those
+    of every drafter. `read(raw, policy, family)`: the fields of DrafterConfig beside the sizes of its layers; raises as
+    `from_raw`. `write`: the keys of config.json beside the sizes of the layers. `tensors`, in the order of the file: leaf of
+    DrafterParams, and name; {}: one tensor for each index of the leaf's first axis.
+    """
+
+    architectures: dict[str, str]
+    keys: set[str]
+    read: Callable[[Mapping[str, Any], ModelConfig, str], dict[str, Any]]
+    write: Callable[[DrafterConfig], dict[str, Any]]
+    tensors: tuple[tuple[str, str], ...]
+
+
+BLOCK_TENSORS = (
+    ("fuse", "fc.weight"),
+    ("hidden_norm", "hidden_norm.weight"),
+    ("final_norm", "norm.weight"),
+    ("markov_in", "markov_head.markov_w1.weight"),
+    ("markov_out", "markov_head.markov_w2.weight"),
+    ("confidence", "confidence_head.proj.weight"),
+    ("confidence_bias", "confidence_head.proj.bias"),
+    ("layers", "layers.{}."),
+    ("ids", "t2d"),
+)
+FORMATS = {
+    "eagle3": Format(
+        {"LlamaForCausalLMEagle3": "llama"}, READ_EAGLE, read_eagle3, write_eagle3,
+        (
+            ("fuse", "fc.weight"), ("hidden_norm", "midlayer.hidden_norm.weight"), ("feature_norms", "fc_norm.{}.weight"),
+            ("layers", "midlayer."), ("final_norm", "norm.weight"), ("head", "lm_head.weight"), ("ids", "d2t"), ("ids", "t2d"),
+        ),
+    ),
+    "eagle": Format(
+        {"LlamaForCausalLMEagle": "llama", "Qwen2ForCausalLMEagle": "qwen2"}, READ_EAGLE, read_eagle, write_eagle,
+        # SGLang's fc has a bias, which stays random when the file has none.
+        (("fuse", "fc.weight"), ("fuse_bias", "fc.bias"), ("layers", "layers.0.")),
+    ),
+    "dflash": Format(  # the second name: vLLM before 0.20
+        {"DFlashDraftModel": "qwen3", "Qwen3DFlashDraftModel": "qwen3"}, READ_BLOCK, read_block, write_dflash, BLOCK_TENSORS
+    ),
+    # DeepSpec, also its DFlash: no Markov head and no confidence head.
+    "dspark": Format({"Qwen3DSparkModel": "qwen3"}, READ_BLOCK, read_block, write_dspark, BLOCK_TENSORS),
+}  # fmt: skip
 
 
 def caveat(config: DrafterConfig) -> str | None:
@@ -343,13 +370,11 @@ def caveat(config: DrafterConfig) -> str | None:
 
 def tensors(config: DrafterConfig) -> Iterator[hf.Tensor]:
     """Every tensor that a drafter's file may hold, in its order."""
-    spec, U, V = drafters.weights(config, 1), config.draft_vocab_size, config.layers.vocab_size
+    spec = drafters.weights(replace(config, fc_bias=config.kind == "eagle"), 1)
+    U, V = config.draft_vocab_size, config.layers.vocab_size
     Z, rank = config.layers.hidden_size, config.markov_rank
-    shapes = {  # that differ from the leaf's: the vocabulary is padded there, or the draft vocabulary's
-        "fuse_bias": (Z,), "head": (U, Z), "markov_in": (V, rank), "markov_out": (V, rank), "confidence": (1, Z + rank),
-        "confidence_bias": (1,),
-    }  # fmt: skip
-    for leaf, name in TENSORS[config.kind]:
+    heads = {"markov_out": (V, rank), "confidence": (1, Z + rank), "confidence_bias": (1,)}
+    for leaf, name in FORMATS[config.kind].tensors:
         weight = getattr(spec, leaf)
         if leaf == "ids":
             is_offset = name == "d2t"
@@ -359,8 +384,9 @@ def tensors(config: DrafterConfig) -> Iterator[hf.Tensor]:
         elif "{}" in name and weight is not None:
             for index in range(weight.shape[0]):
                 yield hf.Tensor(name.format(index), weight.shape[1:], leaf, index)
-        elif weight is not None or leaf == "fuse_bias":
-            yield hf.Tensor(name, shapes.get(leaf) or weight.shape, leaf, None)
+        elif weight is not None:
+            shape = heads.get(leaf) or (weight.num_rows or weight.shape[0], *weight.shape[1:])
+            yield hf.Tensor(name, shape, leaf, None)
 
 
 def load(
@@ -468,22 +494,20 @@ def save(
         known = [*takewhile(math.isfinite, map(float, acceptance))]
         if known:
             (directory / ACCEPTANCE).write_text(json.dumps({"acceptance": known}) + "\n")
-    arrays = (host_copy(params, one, config, dtype) for one in listed)
+    arrays = (host_copy(params, one, dtype) for one in listed)
     hf.write_shard(directory / WEIGHTS, listed, dtype, arrays)
 
 
-def host_copy(
-    params: DrafterParams, tensor: hf.Tensor, config: DrafterConfig, dtype: np.dtype
-) -> np.ndarray:
-    """One tensor on the host, without vocabulary padding; zeros for an absent bias, and for tokens that are not drafted."""
+def host_copy(params: DrafterParams, tensor: hf.Tensor, dtype: np.dtype) -> np.ndarray:
+    """`hf.host_copy` of a drafter; a Markov head has zeros for tokens that are not drafted."""
     ids = None if params.ids is None else np.asarray(params.ids, np.int64)
     if tensor.name == "d2t":
         return ids - np.arange(ids.size)
     if tensor.name == "t2d":
-        return np.isin(np.arange(config.layers.vocab_size), ids)
+        return np.isin(np.arange(*tensor.shape), ids)
     copy = hf.host_copy(params, tensor, params.fuse.sharding.mesh, dtype)
     if tensor.leaf == "markov_out" and ids is not None:
         spread = np.zeros(tensor.shape, dtype)
         spread[ids] = copy
         return spread
-    return copy.reshape(tensor.shape)
+    return copy
