@@ -14,7 +14,7 @@ import optax
 import tlt_jax
 from tlt_jax.data import tasks
 from tlt_jax.distributed.mesh import make_mesh
-from tlt_jax.models import architecture, hf, transformer
+from tlt_jax.models import architecture, hf_config, transformer
 
 TASK = tasks.make("fold", {"min_length": 3, "max_length": 3, "modulus": 5})
 SIZES = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -52,7 +52,7 @@ def loss(params, model, tokens, real, learns, advantages):
 def train(drafter, steps, changes=None):
     """Yields the answers' token ids, their mean reward and the accept length of every step."""
     tokenizer, optimizer = TASK.tokenizer(), optax.adam(3e-3)
-    model = hf.new_config(SIZES, len(tokenizer), [tokenizer.eos_token_id])
+    model = hf_config.new_config(SIZES, len(tokenizer), [tokenizer.eos_token_id])
     params = architecture.init(model, make_mesh(1, 1), jax.random.key(0), jnp.float32)
     state = optimizer.init(params)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import drafter as drafters, hf
+from tlt_jax.models import drafter as drafters, hf_config
 
 POLICY = {
     "model_type": "qwen2",
@@ -49,7 +49,7 @@ CASES = LEVELS | BLOCKS
 
 def policy(**changes):
     """The policy that the drafters are for."""
-    return hf.new_config(POLICY | changes, VOCAB, ())
+    return hf_config.new_config(POLICY | changes, VOCAB, ())
 
 
 def config(case: str, **changes) -> drafters.DrafterConfig:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from tlt_jax.models import hf
+from tlt_jax.models import hf, hf_config
 
 GOLDENS = Path(__file__).parent / "goldens" / "models.npz"
 LENGTH = 11
@@ -127,7 +127,10 @@ def arrays(case: str) -> dict[str, np.ndarray]:
             noise = 1.5 * noise / np.sqrt(tensor.shape[1])
         return noise.astype(np.float32)
 
-    return {tensor.name: draw(tensor) for tensor in hf.tensors(hf.from_hf_config(raw_config(case)))}
+    return {
+        tensor.name: draw(tensor)
+        for tensor in hf.tensors(hf_config.from_hf_config(raw_config(case)))
+    }
 
 
 def write(case: str, directory: Path) -> Path:

@@ -18,7 +18,7 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.drafter import recipe as drafter_recipe
 from tlt_jax.drafter.recipe import idle_recipe
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import from_config, hf, hf_drafter
+from tlt_jax.models import from_config, hf, hf_config, hf_drafter
 from tlt_jax.train import policy_update
 from tlt_jax.train.policy_update import Recipe
 
@@ -76,7 +76,7 @@ def test_the_newest_and_any_kept_checkpoint_are_exported(run, tmp_path, monkeypa
         == 0
     )
     for name, value in (("new", 2), ("old", 1)):
-        config = hf.read_config(tmp_path / name)
+        config = hf_config.read_config(tmp_path / name)
         params = hf.load(tmp_path / name, config, meshes.make_mesh(1, 1), "float32")
         assert (np.asarray(params.layers.gate) == value).all()
         assert (tmp_path / name / "tokenizer.json").is_file()

@@ -20,7 +20,7 @@ from tlt_jax.data import prompt_format, tasks
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.inference import chat
-from tlt_jax.models import architecture, drafter as drafters, hf, hf_drafter
+from tlt_jax.models import architecture, drafter as drafters, hf, hf_config, hf_drafter
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.spec_decode.interface import Sampling
@@ -407,7 +407,7 @@ def test_a_conversation_that_fills_the_model_is_refused(models):
 
 @pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.matrix), "dspark"])
 def test_a_block_drafter_of_a_directory_drafts_and_changes_no_token(models, tmp_path, capsys, kind):
-    policy, mesh = hf.read_config(models / "ids"), meshes.make_mesh(1, 1)
+    policy, mesh = hf_config.read_config(models / "ids"), meshes.make_mesh(1, 1)
     own = drafters.for_policy(policy, kind, block_size=4)
     params = drafters.init(own, mesh, jax.random.key(1), "float32")
     hf_drafter.save(params, own, tmp_path, "float32", [0.5, 0.25])

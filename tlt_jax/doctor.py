@@ -155,7 +155,7 @@ def of_kernels(devices: list[Any]) -> Iterator[Fact]:
         return
     from tlt_jax.distributed.mesh import make_mesh
     from tlt_jax.kernels import fused as kernels
-    from tlt_jax.models import drafter as drafters, hf
+    from tlt_jax.models import drafter as drafters, hf_config
     from tlt_jax.rollout import kernel_check
 
     fused = kernels.Fused.of(make_mesh(1, 1, devices))
@@ -165,7 +165,7 @@ def of_kernels(devices: list[Any]) -> Iterator[Fact]:
         return
     wrong: dict[str, str] = {}
     for sizes in (SIZES, LARGE):
-        policy = hf.new_config(sizes, 2048 if sizes is SIZES else 1 << 17, ())
+        policy = hf_config.new_config(sizes, 2048 if sizes is SIZES else 1 << 17, ())
         drafter = drafters.for_policy(policy, "eagle3")
         shapes = kernel_check.Shapes(policy, drafter, NODES, "bfloat16")
         wrong = kernel_check.problems(shapes, fused=fused) | wrong

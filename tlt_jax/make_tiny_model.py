@@ -107,7 +107,7 @@ def save_model(tokenizer: Any, args: argparse.Namespace) -> None:
     import jax
 
     from tlt_jax.distributed.mesh import make_mesh
-    from tlt_jax.models import architecture, hf
+    from tlt_jax.models import architecture, hf, hf_config
 
     sizes = {
         "model_type": "qwen2",
@@ -121,7 +121,7 @@ def save_model(tokenizer: Any, args: argparse.Namespace) -> None:
     }
 
     eos_ids = tuple(tokenizer.convert_tokens_to_ids([END, PAD]))
-    config = hf.new_config(sizes, len(tokenizer), eos_ids)
+    config = hf_config.new_config(sizes, len(tokenizer), eos_ids)
     mesh = make_mesh(1, 1)
     params = architecture.init(config, mesh, jax.random.key(args.seed), "float32")
     hf.save(params, config, Path(args.out), mesh, tokenizer, "float32")

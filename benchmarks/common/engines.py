@@ -14,7 +14,7 @@ from tlt_jax.config import Config
 from tlt_jax.config.schema import NONE
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
-from tlt_jax.models import architecture, drafter as drafters, hf, lora
+from tlt_jax.models import architecture, drafter as drafters, hf_config, lora
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.low_rank import Lora
 from tlt_jax.rollout.engine import Engine
@@ -26,7 +26,7 @@ from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 
 def model_of(init: dict[str, Any]) -> ModelConfig:
     """The model of these sizes, without an end token."""
-    return hf.new_config(init, init["vocab_size"], ())
+    return hf_config.new_config(init, init["vocab_size"], ())
 
 
 def sizes(

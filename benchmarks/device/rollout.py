@@ -39,7 +39,7 @@ from tlt_jax.config.schema import NONE, Speculation
 from tlt_jax.data.dataset import tokenizer
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import GENERATE_STREAM
-from tlt_jax.models import architecture, hf
+from tlt_jax.models import architecture, hf, hf_config
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.spec_decode.interface import Sampling
 
@@ -98,7 +98,7 @@ class Ours:
             Config().rollout, prompts=slots, samples=1, max_new_tokens=shape.longest, chunk=shape.chunk, compile_cache="off"
         )  # fmt: skip
         data = replace(Config().data, max_prompt_tokens=PROMPT_TOKENS)
-        mesh, model = meshes.make_mesh(1, 1), hf.read_config(directory)
+        mesh, model = meshes.make_mesh(1, 1), hf_config.read_config(directory)
         config = Config(speculation=Speculation(NONE), rollout=rollout, data=data)
         self.engine = Engine(config, model, mesh)
         self.weights = self.engine.publish(hf.load(directory, model, mesh, "float32"))

@@ -30,7 +30,7 @@ from tlt_jax.config.schema import Data, Rollout, Train
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example, PackedRows, Spans
 from tlt_jax.distributed.mesh import make_mesh
-from tlt_jax.models import architecture, hf
+from tlt_jax.models import architecture, hf, hf_config
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.train import batch as batches, memory, policy_update
 from tlt_jax.train.advantages import answer_weights
@@ -80,7 +80,7 @@ def products(matrices: list[tuple[int, int, int]], tokens: int) -> float:
 def policy(given: argparse.Namespace, mesh: Mesh) -> tuple[ModelConfig, Params]:
     """The policy of the model directory, or one of the shape with random weights."""
     if given.model:
-        model = hf.read_config(given.model)
+        model = hf_config.read_config(given.model)
         return model, hf.load(given.model, model, mesh, "float32")
     model = model_of(SHAPES[given.shape])
     return model, architecture.init(model, mesh, jax.random.key(0), "float32")

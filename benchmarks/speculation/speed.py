@@ -44,7 +44,7 @@ from tlt_jax.data.dataset import Prompt
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import Interrupted
 from tlt_jax.keys import GENERATE_STREAM
-from tlt_jax.models import from_config, hf
+from tlt_jax.models import from_config, hf_config
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.recorder import Emitted, Look, Retired, RolloutResult
 from tlt_jax.spec_decode.decode_state import RUNNING
@@ -70,7 +70,7 @@ class Arm:
     ):
         rollout = replace(config.rollout, slots=live or config.rollout.slots)
         self.config = config = replace(config, speculation=settings, rollout=rollout)
-        model = hf.read_config(from_config.policy_directory(config))
+        model = hf_config.read_config(from_config.policy_directory(config))
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
         stops = datasets.stop_rules(config, datasets.tokenizer(config))
         drafter, params = from_config.load_drafter(config, model, mesh)

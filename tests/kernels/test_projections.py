@@ -20,7 +20,7 @@ from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.kernels import projections
 from tlt_jax.kernels.fused import ADDED, GATED, HEADS, Fused
 from tlt_jax.kernels.projections import Product, Sizes
-from tlt_jax.models import drafter as drafters, eagle, hf, kv_cache
+from tlt_jax.models import drafter as drafters, eagle, hf_config, kv_cache
 
 EPS = 1e-6
 # Of the largest number. bfloat16 is rounded to 8 bits: normed inputs, and results.
@@ -333,7 +333,7 @@ def test_a_level_of_a_draft_is_a_kernel_a_product():
     pytest.importorskip("jax_triton", reason=REASON)
     mesh = make_mesh(1, 1, topology.describe("h200:1").devices)
     place = NamedSharding(mesh, PartitionSpec())
-    policy = hf.new_config(
+    policy = hf_config.new_config(
         {"model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
          "num_key_value_heads": 2, "intermediate_size": 4864, "max_position_embeddings": 4096},
         2048, (),

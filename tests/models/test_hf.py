@@ -41,7 +41,7 @@ def read_all(folder):
 @pytest.mark.parametrize("shard_bytes", [hf.SHARD_BYTES, 20_000])
 def test_a_round_trip_keeps_every_bit(case, shard_bytes, mesh, tmp_path):
     source = model_cases.write(case, tmp_path / "source")
-    config = hf.read_config(source)
+    config = hf_config.read_config(source)
     params = hf.load(source, config, mesh, "float32")
     hf.save(params, config, tmp_path / "copy", mesh, None, "float32", shard_bytes)
     ours, theirs = read_all(tmp_path / "copy"), model_cases.arrays(case)
@@ -49,13 +49,13 @@ def test_a_round_trip_keeps_every_bit(case, shard_bytes, mesh, tmp_path):
     for name in theirs:
         np.testing.assert_array_equal(ours[name], theirs[name])
     assert (tmp_path / "copy" / hf.INDEX).exists() == (shard_bytes < 1 << 20)
-    assert hf.read_config(tmp_path / "copy") == config
+    assert hf_config.read_config(tmp_path / "copy") == config
     again = hf.load(tmp_path / "copy", config, meshes.make_mesh(1, 4), "float32")
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
 
 def test_bfloat16_and_an_earlier_export_are_handled(mesh, tmp_path):
-    config = hf.read_config(model_cases.write("llama", tmp_path / "source"))
+    config = hf_config.read_config(model_cases.write("llama", tmp_path / "source"))
     params = hf.load(tmp_path / "source", config, mesh, "float32")
     hf.save(params, config, tmp_path / "copy", mesh, None, "float32", 20_000)
     hf.save(params, config, tmp_path / "copy", mesh, None, "bfloat16")
@@ -108,7 +108,7 @@ def test_only_the_bytes_of_shards_are_read(mesh, tmp_path, monkeypatch):
             return Recorded(self.inner.get_slice(name))
 
     monkeypatch.setattr(hf, "safe_open", File)
-    hf.load(source, hf.read_config(source), mesh, "float32")
+    hf.load(source, hf_config.read_config(source), mesh, "float32")
     quarter = [part / whole for part, whole in sizes if whole > 2 * 37 * 8]
     assert quarter
     assert max(quarter) < 0.5  # 37 rows in shards of 32 and 5; all others are exact quarters
@@ -123,7 +123,7 @@ def test_tensors_that_do_not_fit_are_named(mesh, tmp_path):
     ].copy()
     folder = write(tmp_path / "bad", tensors)
     with pytest.raises(ModelError) as error:
-        hf.load(folder, hf.read_config(folder), mesh, "float32")
+        hf.load(folder, hf_config.read_config(folder), mesh, "float32")
     assert "missing model.layers.1.self_attn.q_norm.weight" in str(error.value)
     assert "unknown model.layers.1.self_attn.norm_q.weight" in str(error.value)
     assert "mlp.up_proj.weight has shape (40, 32), config.json says (48, 32)" in str(error.value)
@@ -134,15 +134,15 @@ def test_a_tied_model_may_carry_its_head_and_an_untied_one_must(mesh, tmp_path):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
     folder = write(tmp_path / "both", tensors)
-    assert hf.load(folder, hf.read_config(folder), mesh, "float32").head is None
+    assert hf.load(folder, hf_config.read_config(folder), mesh, "float32").head is None
     folder = write(tmp_path / "untied", model_cases.arrays("qwen3"), tie_word_embeddings=False)
     with pytest.raises(ModelError, match="missing lm_head.weight"):
-        hf.load(folder, hf.read_config(folder), mesh, "float32")
+        hf.load(folder, hf_config.read_config(folder), mesh, "float32")
 
 
 def test_damaged_directories_are_refused_by_name(mesh, tmp_path):
     folder = model_cases.write("qwen2", tmp_path / "model")
-    config = hf.read_config(folder)
+    config = hf_config.read_config(folder)
     (folder / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ModelError, match="model.safetensors is not a safetensors file"):
         hf.load(folder, config, mesh, "float32")
@@ -154,9 +154,9 @@ def test_damaged_directories_are_refused_by_name(mesh, tmp_path):
         hf.load(folder, config, mesh, "float32")
     (folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match="config.json is not JSON"):
-        hf.read_config(folder)
+        hf_config.read_config(folder)
     with pytest.raises(ModelError, match="no config.json"):
-        hf.read_config(tmp_path)
+        hf_config.read_config(tmp_path)
 
 
 def test_a_path_is_a_directory_or_a_hub_id(tmp_path, monkeypatch):
@@ -188,21 +188,25 @@ def test_both_dialects_say_the_same():
         "rope_theta": 5e5,
         "rope_scaling": {**scaling, "type": scaling["rope_type"], "rope_type": None},
     }
-    assert hf.from_hf_config(old) == hf.from_hf_config(new) == hf.from_hf_config(older)
-    assert hf.from_hf_config(old).rope.kind == "llama3"
+    assert (
+        hf_config.from_hf_config(old)
+        == hf_config.from_hf_config(new)
+        == hf_config.from_hf_config(older)
+    )
+    assert hf_config.from_hf_config(old).rope.kind == "llama3"
 
 
 @pytest.mark.parametrize("case", model_cases.CASES)
 def test_a_written_config_reads_back_equal(case):
-    config = hf.from_hf_config(model_cases.raw_config(case))
-    assert hf.from_hf_config(hf.to_hf_config(config, jnp.dtype("float32"))) == config
+    config = hf_config.from_hf_config(model_cases.raw_config(case))
+    assert hf_config.from_hf_config(hf_config.to_hf_config(config, jnp.dtype("float32"))) == config
 
 
 def test_yarn_attention_factors():
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
     def factor(**more):
-        return hf.from_hf_config(
+        return hf_config.from_hf_config(
             model_cases.raw_config("llama") | {"rope_scaling": yarn | more}
         ).rope.attention_factor
 
@@ -216,13 +220,13 @@ def test_yarn_attention_factors():
 
 def test_eos_is_every_id_that_any_file_names():
     raw = model_cases.raw_config("qwen2") | {"eos_token_id": 7}
-    assert hf.from_hf_config(raw, {"eos_token_id": [9, 7]}, (4, None)).eos_ids == (4, 7, 9)
-    assert hf.from_hf_config(raw | {"eos_token_id": None}).eos_ids == ()
+    assert hf_config.from_hf_config(raw, {"eos_token_id": [9, 7]}, (4, None)).eos_ids == (4, 7, 9)
+    assert hf_config.from_hf_config(raw | {"eos_token_id": None}).eos_ids == ()
 
 
 def test_defaults_are_those_of_transformers():
     sizes = {name: model_cases.SIZES[name] for name in hf_config.REQUIRED}
-    qwen3 = hf.from_hf_config(sizes | {"model_type": "qwen3"})
+    qwen3 = hf_config.from_hf_config(sizes | {"model_type": "qwen3"})
     assert (qwen3.head_dim, qwen3.num_kv_heads, qwen3.rope.theta, qwen3.rms_eps) == (
         128,
         4,
@@ -230,7 +234,7 @@ def test_defaults_are_those_of_transformers():
         1e-6,
     )
     assert not qwen3.tied
-    llama = hf.from_hf_config(sizes | {"model_type": "llama"})
+    llama = hf_config.from_hf_config(sizes | {"model_type": "llama"})
     assert (llama.head_dim, llama.max_positions, llama.qkv_bias, llama.o_bias) == (
         8,
         2048,
@@ -276,7 +280,7 @@ def test_defaults_are_those_of_transformers():
 )
 def test_what_is_not_supported_is_refused_by_name(change, message):
     with pytest.raises(ModelError, match=message):
-        hf.from_hf_config(model_cases.raw_config("qwen2") | change)
+        hf_config.from_hf_config(model_cases.raw_config("qwen2") | change)
 
 
 def test_sizes_in_model_init_must_be_those_of_the_model(tmp_path):
@@ -284,14 +288,14 @@ def test_sizes_in_model_init_must_be_those_of_the_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     names = set(raw) & set(hf_config.INIT_FIELDS)
     assert len(names) > 8
-    config = hf.read_config(tmp_path, (), {name: raw[name] for name in names})
-    assert config == hf.read_config(tmp_path)
+    config = hf_config.read_config(tmp_path, (), {name: raw[name] for name in names})
+    assert config == hf_config.read_config(tmp_path)
     for name in ("num_hidden_layers", "intermediate_size", "vocab_size"):
         with pytest.raises(
             ModelError,
             match=f"model.init.{name} is {raw[name] + 2}, and .* says {raw[name]}: correct",
         ):
-            hf.read_config(tmp_path, (), {name: raw[name] + 2})
+            hf_config.read_config(tmp_path, (), {name: raw[name] + 2})
 
 
 def test_a_new_model_takes_vocabulary_and_eos_of_the_tokenizer():
@@ -301,22 +305,22 @@ def test_a_new_model_takes_vocabulary_and_eos_of_the_tokenizer():
         "num_attention_heads": 4,
         "intermediate_size": 48,
     }
-    config = hf.new_config(sizes, 20, (1, 0))
+    config = hf_config.new_config(sizes, 20, (1, 0))
     assert (config.family, config.vocab_size, config.eos_ids, config.tied) == (
         "qwen2",
         20,
         (0, 1),
         True,
     )
-    assert hf.new_config(sizes | {"vocab_size": 64}, 20, ()).vocab_size == 64
+    assert hf_config.new_config(sizes | {"vocab_size": 64}, 20, ()).vocab_size == 64
     with pytest.raises(ModelError, match="vocab_size 10 is below the tokenizer's 20"):
-        hf.new_config(sizes | {"vocab_size": 10}, 20, ())
+        hf_config.new_config(sizes | {"vocab_size": 10}, 20, ())
     with pytest.raises(ModelError, match="model.init has unknown fields hiden_size: use"):
-        hf.new_config(sizes | {"hiden_size": 1}, 20, ())
+        hf_config.new_config(sizes | {"hiden_size": 1}, 20, ())
 
 
 def test_tokenizer_files_travel_with_the_weights(mesh, tmp_path):
-    config = hf.read_config(model_cases.write("qwen2", tmp_path / "source"), (5,))
+    config = hf_config.read_config(model_cases.write("qwen2", tmp_path / "source"), (5,))
     params = hf.load(tmp_path / "source", config, mesh, "float32")
     (tmp_path / "source" / "tokenizer.json").write_text("{}")
     hf.save(params, config, tmp_path / "copied", mesh, tmp_path / "source", "float32")

@@ -21,7 +21,7 @@ from tlt_jax.data import dataset as datasets
 from tlt_jax.data.adapter_files import CONFIG, WEIGHTS
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.errors import ModelError
-from tlt_jax.models import from_config, hf, hf_adapter, lora
+from tlt_jax.models import from_config, hf, hf_adapter, hf_config, lora
 from tlt_jax.models.lora import Adapters
 from tlt_jax.models.low_rank import Lora
 
@@ -45,7 +45,7 @@ def saved(tmp_path_factory):
     """The directory of a base, and that of its adapters, written from a mesh of 2 x 2 devices."""
     folder = tmp_path_factory.mktemp("adapters")
     base, mesh = model_cases.write(CASE, folder / "base"), make_mesh(2, 2)
-    model = hf.read_config(base)
+    model = hf_config.read_config(base)
     adapters = adapters_of(LORA, model, mesh)
     hf_adapter.save(adapters, LORA, model, folder / "adapter", mesh, str(base), None, "float32")
     return base, folder / "adapter"
@@ -62,7 +62,7 @@ def copied(directory: Path, place: Path, **changes) -> Path:
 
 def test_what_is_written_is_read_back_on_another_mesh_bit_by_bit(saved):
     base, directory = saved
-    model, mesh = hf.read_config(base), make_mesh(1, 1)
+    model, mesh = hf_config.read_config(base), make_mesh(1, 1)
     assert hf_adapter.read_lora(directory) == LORA
     found = hf_adapter.load(directory, LORA, model, mesh, "float32")
     jax.tree.map(np.testing.assert_array_equal, found, adapters_of(LORA, model, mesh))
@@ -129,7 +129,7 @@ def test_settings_that_change_nothing_are_read(saved, tmp_path):
 
 def test_tensors_that_do_not_fit_are_named(saved, tmp_path):
     base, directory = saved
-    model, mesh = hf.read_config(base), make_mesh(1, 1)
+    model, mesh = hf_config.read_config(base), make_mesh(1, 1)
     tensors = load_file(directory / WEIGHTS)
     prefix = "base_model.model.model.layers.0.self_attn"
 

@@ -14,7 +14,7 @@ from test_hf_adapter import adapters_of
 from tlt_jax.config import Config
 from tlt_jax.config.schema import LORA_TARGETS
 from tlt_jax.distributed.mesh import make_mesh
-from tlt_jax.models import from_config, hf, hf_adapter, lora, transformer
+from tlt_jax.models import from_config, hf, hf_adapter, hf_config, lora, transformer
 from tlt_jax.models.low_rank import Lora
 
 pytestmark = pytest.mark.parity
@@ -38,7 +38,7 @@ def test_peft_loads_what_we_write_with_our_logits_and_gradients(family, tmp_path
     from peft import PeftModel
 
     base = model_cases.write(family, tmp_path / "base")
-    model, mesh = hf.read_config(base), make_mesh(2, 2)
+    model, mesh = hf_config.read_config(base), make_mesh(2, 2)
     params = hf.load(base, model, mesh, "float64")
     adapters = adapters_of(LORA, model, mesh, "float64")
     hf_adapter.save(adapters, LORA, model, tmp_path / "ours", mesh, str(base), None, "float64")

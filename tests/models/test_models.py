@@ -13,7 +13,15 @@ import pytest
 from pairwise import matrix
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import architecture, decoder_layer, hf, kv_cache, layers as ops, transformer
+from tlt_jax.models import (
+    architecture,
+    decoder_layer,
+    hf,
+    hf_config,
+    kv_cache,
+    layers as ops,
+    transformer,
+)
 
 TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)]
@@ -39,7 +47,7 @@ def goldens():
 
 
 def load(directory, mesh, dtype="float64"):
-    config = hf.read_config(directory)
+    config = hf_config.read_config(directory)
     return config, hf.load(directory, config, mesh, dtype)
 
 
@@ -281,7 +289,7 @@ def test_padded_vocabulary_is_never_chosen(directories):
 
 
 def test_new_weights_are_the_same_on_every_mesh():
-    config = hf.new_config(model_cases.SMALL | {"tie_word_embeddings": False}, 37, ())
+    config = hf_config.new_config(model_cases.SMALL | {"tie_word_embeddings": False}, 37, ())
     one = architecture.init(config, meshes.make_mesh(1, 1), jax.random.key(3), "float32")
     other = architecture.init(config, meshes.make_mesh(2, 4), jax.random.key(3), "float32")
     jax.tree.map(np.testing.assert_array_equal, one, other)
@@ -320,13 +328,13 @@ def test_bfloat16_is_computed_with_float32_logits(directories):
     ],
 )
 def test_sizes_that_do_not_divide_are_refused_with_those_that_do(shape, sizes, message):
-    config = hf.new_config(model_cases.SMALL | sizes, 37, ())
+    config = hf_config.new_config(model_cases.SMALL | sizes, 37, ())
     with pytest.raises(ValueError, match=message):
         architecture.abstract(config, meshes.make_mesh(*shape), "train", "float32")
 
 
 def test_impossible_heads_are_refused():
-    config = hf.new_config(model_cases.SMALL, 37, ())
+    config = hf_config.new_config(model_cases.SMALL, 37, ())
     with pytest.raises(ValueError, match="4 attention heads.*3 KV heads"):
         dataclasses.replace(config, num_kv_heads=3)
     with pytest.raises(ValueError, match="head_dim 7"):

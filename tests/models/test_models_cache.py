@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import architecture, hf, kv_cache, transformer
+from tlt_jax.models import architecture, hf_config, kv_cache, transformer
 from tlt_jax.models.kv_cache import Scratch
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2)])
 def test_a_decoding_loop_updates_the_donated_cache_in_place(shape, nodes):
-    config = hf.new_config(model_cases.SMALL | {"head_dim": 32}, 37, ())
+    config = hf_config.new_config(model_cases.SMALL | {"head_dim": 32}, 37, ())
     mesh = meshes.make_mesh(*shape)
     batch, slots = 4, 512
     seen = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)), (batch, nodes, nodes))
@@ -52,7 +52,7 @@ def test_a_decoding_loop_updates_the_donated_cache_in_place(shape, nodes):
 
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_values_with_their_slots_last_decode_alike(nodes):
-    config = hf.new_config(model_cases.SMALL, 37, ())
+    config = hf_config.new_config(model_cases.SMALL, 37, ())
     mesh = meshes.make_mesh(1, 1)
     params = architecture.init(config, mesh, jax.random.key(0), "float32")
     reshard = jax.jit(partial(architecture.to_rollout, config=config, mesh=mesh, dtype="float32"))
@@ -85,7 +85,7 @@ def test_values_with_their_slots_last_decode_alike(nodes):
 
 
 def test_insert_fans_rows_out_and_resize_gathers_them():
-    config = hf.new_config(model_cases.SMALL, 37, ())
+    config = hf_config.new_config(model_cases.SMALL, 37, ())
     mesh = meshes.make_mesh(1, 1)
     cache = kv_cache.empty(config, 3, 6, 2, "float32", mesh)
     cache = jax.tree.map(lambda leaf: leaf + jnp.arange(leaf.size).reshape(leaf.shape), cache)
@@ -116,7 +116,7 @@ def test_insert_fans_rows_out_and_resize_gathers_them():
 
 
 def test_prefill_beyond_the_cache_is_refused_by_its_shape():
-    config = hf.new_config(model_cases.SMALL, 37, ())
+    config = hf_config.new_config(model_cases.SMALL, 37, ())
     cache = kv_cache.empty(config, 1, 2, 0, "float32", meshes.make_mesh(1, 1))
     prefill = Scratch(
         (jnp.ones((1, 2, 8, 4)),) * 3, (jnp.ones((1, 2, 4, 8)),) * 3, jnp.ones((1, 4, 0))
@@ -128,7 +128,7 @@ def test_prefill_beyond_the_cache_is_refused_by_its_shape():
 @pytest.mark.parametrize("slots_last", [False, True])
 @pytest.mark.parametrize("written", ["commit", "write", "insert"])
 def test_all_that_is_written_but_keys_is_finite(written, slots_last):
-    config = hf.new_config(model_cases.SMALL, 37, ())
+    config = hf_config.new_config(model_cases.SMALL, 37, ())
     cache = kv_cache.abstract(config, 3, 6, 2, "float32", meshes.make_mesh(1, 1), True)
     if slots_last:
         turned = jax.ShapeDtypeStruct((3, 2, 8, 6), jnp.float32)
@@ -164,7 +164,7 @@ def test_all_that_is_written_but_keys_is_finite(written, slots_last):
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 def test_a_prompt_that_is_not_finite_keeps_keys_of_nan_where_its_values_were_not(number):
     """Its padding is finite, though the embedding of the token there is not, and so are other prompts."""
-    config = hf.new_config(model_cases.SMALL | {"tie_word_embeddings": False}, 37, ())
+    config = hf_config.new_config(model_cases.SMALL | {"tie_word_embeddings": False}, 37, ())
     params = architecture.init(config, meshes.make_mesh(1, 1), jax.random.key(0), "float32")
     params = architecture.to_rollout(params, config, meshes.make_mesh(1, 1), "float32")
     spoiled = params.replace(embed=params.embed.at[jnp.array([0, 5])].set(number))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import architecture, drafter as drafters, hf
+from tlt_jax.models import architecture, drafter as drafters, hf_config
 from tlt_jax.models.params import Weight, abstract, init, shardings
 
 IN_LAYER = (
@@ -67,7 +67,7 @@ def assert_drawn(pairs):
     ],
 )
 def test_each_weight_of_a_new_policy_has_its_part_of_the_key(case, shape, dtype, key):
-    config = hf.from_hf_config(model_cases.raw_config(case))
+    config = hf_config.from_hf_config(model_cases.raw_config(case))
     params = architecture.init(config, meshes.make_mesh(*shape), key, dtype)
     padded = (".embed", ".head")
     assert_drawn(expected(params, POLICY, key, config.init_std, config.vocab_size, padded))

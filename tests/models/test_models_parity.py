@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import hf, transformer
+from tlt_jax.models import hf, hf_config, transformer
 
 pytestmark = pytest.mark.parity
 
@@ -35,7 +35,7 @@ def test_gradients_of_the_loss_equal_those_of_torch(family, tmp_path, x64):
         reference(tokens, labels=tokens).loss.backward()
 
     mesh = meshes.make_mesh(2, 2)
-    config = hf.read_config(tmp_path / family)
+    config = hf_config.read_config(tmp_path / family)
     params = hf.load(tmp_path / family, config, mesh, "float64")
     ids = jnp.asarray(model_cases.TOKENS, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
@@ -69,7 +69,7 @@ def test_transformers_loads_what_we_write(case, tmp_path):
 
     mesh = meshes.make_mesh(2, 2)
     source = model_cases.write(case, tmp_path / "source")
-    config = hf.read_config(source, (5,))
+    config = hf_config.read_config(source, (5,))
     params = hf.load(source, config, mesh, "float32")
     hf.save(params, config, tmp_path / "copy", mesh, None, "float32", shard_bytes=20_000)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "copy", output_loading_info=True)

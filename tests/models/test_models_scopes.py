@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import model_cases
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import architecture, drafter as drafters, eagle, hf, kv_cache, transformer
+from tlt_jax.models import (
+    architecture,
+    drafter as drafters,
+    eagle,
+    hf_config,
+    kv_cache,
+    transformer,
+)
 
 
 def array(*shape, dtype="int32"):
@@ -32,7 +39,7 @@ def assert_named(found, *wanted):
 
 
 def test_the_policy_names_its_parts():
-    config, mesh = hf.from_hf_config(model_cases.raw_config("llama")), meshes.make_mesh(1, 1)
+    config, mesh = hf_config.from_hf_config(model_cases.raw_config("llama")), meshes.make_mesh(1, 1)
     layer, rows = ("layer/attention", "layer/mlp"), array(2, 4)
     train = architecture.abstract(config, mesh, "train", "float32")
     weights = architecture.abstract(config, mesh, "rollout", "float32")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.errors import ConfigError, DataError
-from tlt_jax.models import drafter as drafters, hf
+from tlt_jax.models import drafter as drafters, hf_config
 from tlt_jax.rollout.executables.programs import CatchUp, StateShape
 from tlt_jax.simulate import cost_table, estimate
 from tlt_jax.simulate.cost_table import CostTable, Row
@@ -123,7 +123,7 @@ POLICY = {
     "num_key_value_heads": 4, "intermediate_size": 18944, "max_position_embeddings": 131072,
     "tie_word_embeddings": False,
 }  # fmt: skip
-MODEL = hf.new_config(POLICY, 152064, ())
+MODEL = hf_config.new_config(POLICY, 152064, ())
 SIZES = "read", "layers", "cached", "level", "width"
 DRAFTER = drafters.for_policy(MODEL, "eagle3", draft_vocab_size=32000)
 

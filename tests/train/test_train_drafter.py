@@ -30,6 +30,7 @@ from tlt_jax.models import (
     drafter as drafters,
     from_config,
     hf,
+    hf_config,
     hf_drafter,
 )
 from tlt_jax.train import drafter
@@ -288,7 +289,7 @@ def test_a_drafter_can_be_trained_on_and_given_texts_without_any_answers(
     ):
         with pytest.raises(ConfigError, match=message):
             drafter.train(configure(tmp_path / "wrong", knobs | wrong))
-    own = drafters.for_policy(hf.read_config(Path(whole.model.path)), "dspark")
+    own = drafters.for_policy(hf_config.read_config(Path(whole.model.path)), "dspark")
     raw = hf_drafter.to_raw(own, np.dtype("float32"))
     (tmp_path / "block").mkdir()
     (tmp_path / "block" / "config.json").write_text(json.dumps(raw))

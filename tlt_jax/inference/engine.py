@@ -22,7 +22,7 @@ from tlt_jax.drafter import recipe as drafter_recipe, step_training
 from tlt_jax.drafter.update import on_mesh
 from tlt_jax.errors import ConfigError, Interrupted, RewardError
 from tlt_jax.keys import GENERATE_STREAM
-from tlt_jax.models import from_config, hf
+from tlt_jax.models import from_config, hf_config
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.rewards import terms
 from tlt_jax.rollout import learned_drafter
@@ -406,7 +406,7 @@ def opened(
         tokenizer = tokenizer or prompt_format.find_tokenizer(from_config.model_directory(config))
         eos = None if tokenizer is None else tokenizer.eos_token_id
         directory = from_config.policy_directory(config)
-        model = hf.read_config(directory, () if eos is None else (eos,))
+        model = hf_config.read_config(directory, () if eos is None else (eos,))
     else:
         model, params = given
         if not isinstance(model, ModelConfig):

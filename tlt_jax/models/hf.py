@@ -24,17 +24,8 @@ from tlt_jax import atomic
 from tlt_jax.config.parse import HUB_ID
 from tlt_jax.errors import ModelError
 from tlt_jax.models.architecture import Layer, ModelConfig, Params, abstract, weights
-from tlt_jax.models.hf_config import (
-    eos_entry,
-    from_hf_config,
-    new_config,
-    read_config,
-    read_json,
-    to_hf_config,
-)
+from tlt_jax.models.hf_config import eos_entry, read_json, to_hf_config
 from tlt_jax.models.low_rank import merged
-
-__all__ = ["from_hf_config", "load", "new_config", "read_config", "resolve", "save", "to_hf_config"]
 
 TOP = {
     "embed": "model.embed_tokens.weight",
@@ -281,9 +272,18 @@ def save(
         directory.mkdir(parents=True, exist_ok=True)
         for stale in [*directory.glob("model*.safetensors"), directory / INDEX]:
             stale.unlink(missing_ok=True)
-        write_configs(config, directory, tokenizer, dtype)
-        for name, value in files.items():
+        configs = {
+            "config.json": to_hf_config(config, dtype),
+            "generation_config.json": eos_entry(config),
+        }
+        for name, value in (configs | {**files}).items():
             write_json(directory / name, value)
+        if isinstance(tokenizer, (str, Path)):
+            for name in TOKENIZER_FILES:
+                if (Path(tokenizer) / name).is_file():
+                    shutil.copyfile(Path(tokenizer) / name, directory / name)
+        elif tokenizer is not None:
+            tokenizer.save_pretrained(directory)
 
     shards = plan_shards(config, dtype.itemsize, shard_bytes)
     weight_map, total = {}, 0
@@ -325,12 +325,12 @@ def host_copy(tree: PyTree, tensor: Tensor, mesh: Mesh, dtype: np.dtype) -> np.n
 
     Adapters are merged; an absent leaf is zeros.
     """
-    leaf = attrgetter(tensor.leaf)(tree)
+    leaf, shape = attrgetter(tensor.leaf)(tree), tensor.shape
     if leaf is None:
-        return np.zeros(tensor.shape, dtype)
+        return np.zeros(shape, dtype)
     layer = None if tensor.layer is None else jnp.int32(tensor.layer)
     array = np.asarray(jax.block_until_ready(fetcher(mesh, dtype)(leaf, layer)))
-    return array[: tensor.shape[0]] if array.ndim == len(tensor.shape) else array
+    return array[: shape[0]] if array.ndim == len(shape) else array.reshape(shape)
 
 
 @cache
@@ -387,16 +387,3 @@ def write_shard(
 def write_json(path: Path, value: Any) -> None:
     """Writes a JSON file, indented."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def write_configs(config: ModelConfig, directory: Path, tokenizer: Any, dtype: np.dtype) -> None:
-    """config.json, generation_config.json and the tokenizer's files."""
-    hf_config = to_hf_config(config, dtype)
-    for name, value in (("config.json", hf_config), ("generation_config.json", eos_entry(config))):
-        write_json(directory / name, value)
-    if isinstance(tokenizer, (str, Path)):
-        for name in TOKENIZER_FILES:
-            if (Path(tokenizer) / name).is_file():
-                shutil.copyfile(Path(tokenizer) / name, directory / name)
-    elif tokenizer is not None:
-        tokenizer.save_pretrained(directory)

@@ -105,15 +105,11 @@ def tensors(lora: Lora, model: ModelConfig) -> Iterator[Tensor]:
     spec = adapting.weights(lora, model, 1)
     for layer in range(model.num_layers):
         for name, adapter in spec.present.items():
+            matrix = f"layers.{layer}.{hf.IN_LAYER[name].removesuffix('.weight')}"
             for factor in ("a", "b"):
                 shape = getattr(adapter, factor).shape[1:]
-                yield Tensor(tensor_name(name, factor, layer), shape, f"{name}.{factor}", layer)
-
-
-def tensor_name(name: str, factor: str, layer: int) -> str:
-    """peft's name of a factor of the matrix in this field of Layer."""
-    matrix = hf.IN_LAYER[name].removesuffix(".weight")
-    return f"base_model.model.model.layers.{layer}.{matrix}.lora_{factor.upper()}.weight"
+                file_name = f"base_model.model.model.{matrix}.lora_{factor.upper()}.weight"
+                yield Tensor(file_name, shape, f"{name}.{factor}", layer)
 
 
 def load(directory: Path, lora: Lora, model: ModelConfig, mesh: Mesh, dtype: DTypeLike) -> Adapters:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,9 @@ def from_hf_config(
     head_dim = raw.get("head_dim") or (128 if family == "qwen3" else width // heads)
     bias = bool(raw.get("attention_bias")) and family != "qwen2"
     positions = raw.get("max_position_embeddings") or (2048 if family == "llama" else 32768)
-    eos_ids = eos_union(
-        raw.get("eos_token_id"), (generation or {}).get("eos_token_id"), list(tokenizer_eos)
-    )
+    eos = raw.get("eos_token_id"), (generation or {}).get("eos_token_id"), list(tokenizer_eos)
+    lists = [one if isinstance(one, list) else [one] for one in eos]
+    eos_ids = tuple(sorted({int(one) for ids in lists for one in ids if one is not None}))
     other = [number for number in eos_ids if not 0 <= number < raw["vocab_size"]]
     if other:
         raise ModelError(
@@ -161,19 +162,15 @@ def read_rope(raw: Mapping[str, Any], max_positions: int) -> Rope:
     )
     original = original or max_positions
     factor = float(scaling.get("factor") or max_positions / original)
-    rope = Rope(theta=float(theta), kind=kind, factor=factor)
+    rope = Rope(float(theta), kind, factor)
     if kind == "linear":
         return rope
+    rope = replace(rope, original_max_positions=original)
     if kind == "llama3":
         low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-        return Rope(
-            float(theta), kind, factor, original, low_freq_factor=low, high_freq_factor=high
-        )
-    return Rope(
-        theta=float(theta),
-        kind=kind,
-        factor=factor,
-        original_max_positions=original,
+        return replace(rope, low_freq_factor=low, high_freq_factor=high)
+    return replace(
+        rope,
         beta_fast=float(scaling.get("beta_fast") or 32),
         beta_slow=float(scaling.get("beta_slow") or 1),
         truncate=bool(scaling.get("truncate", True)),
@@ -191,12 +188,6 @@ def yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
 
     above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
     return scale(above) / scale(below) if above and below else scale(1.0)
-
-
-def eos_union(*sources: int | list[int] | None) -> tuple[int, ...]:
-    """Every id that a source names, sorted."""
-    lists = [source if isinstance(source, list) else [source] for source in sources]
-    return tuple(sorted({int(one) for ids in lists for one in ids if one is not None}))
 
 
 def to_hf_config(config: ModelConfig, dtype: Any) -> dict[str, Any]:

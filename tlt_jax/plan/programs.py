@@ -19,7 +19,7 @@ from tlt_jax.drafter import (
 )
 from tlt_jax.drafter.idle_training import MOST_TOKENS
 from tlt_jax.drafter.update import MicroStep
-from tlt_jax.models import from_config, hf
+from tlt_jax.models import from_config, hf_config
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import (
@@ -63,7 +63,7 @@ class PlannedProgram:
 def sizes(config: Config) -> ModelConfig:
     """The model of model.init if it has a vocab_size (no files needed), else that of the model directory."""
     if "vocab_size" in config.model.init:
-        return hf.new_config(config.model.init, config.model.init["vocab_size"], ())
+        return hf_config.new_config(config.model.init, config.model.init["vocab_size"], ())
     return from_config.model_config(config, datasets.tokenizer(config))
 
 

@@ -16,7 +16,7 @@ from tlt_jax.config.schema import ADAPTIVE, NGRAM, NONE
 from tlt_jax.data import packing
 from tlt_jax.drafter.investment import Investment
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import from_config, hf
+from tlt_jax.models import from_config, hf_config
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.drafter import DrafterConfig
 from tlt_jax.rollout.recorder import RolloutResult
@@ -83,7 +83,7 @@ def configured(config: Config, drafter: str, groups: int) -> Config:
 def model_of(config: Config) -> ModelConfig | None:
     """The policy's sizes, of model.init or of a local directory; None when its files are not here."""
     if "vocab_size" in config.model.init:
-        return hf.new_config(config.model.init, config.model.init["vocab_size"], ())
+        return hf_config.new_config(config.model.init, config.model.init["vocab_size"], ())
     try:
         is_here = Path(parse.expand(config.model.path, "model.path") or "-").is_dir()
     except ConfigError:  # names a variable that is not set
@@ -93,7 +93,7 @@ def model_of(config: Config) -> ModelConfig | None:
 
 def drafter_of(config: Config, model: ModelConfig | None) -> DrafterConfig:
     """The drafter of `drafter_training` for this policy, or for one that stands for it."""
-    model = model or hf.new_config(STAND_IN, 512, ())
+    model = model or hf_config.new_config(STAND_IN, 512, ())
     return from_config.new_drafter_config(config, model)
 
 
@@ -115,7 +115,7 @@ class SimulatedTrainer(Trainer):
         config = configured(config, drafter, world.groups)
         self.world, self.clock, self.answers = world, VirtualClock(), {}
         self.drafter = SimulatedDrafter()  # the one that the rollout drafts with
-        model = model_of(config) or hf.new_config(STAND_IN, 512, ())
+        model = model_of(config) or hf_config.new_config(STAND_IN, 512, ())
         learned = drafter_of(config, model) if drafter in (ADAPTIVE, FROZEN) else None
         is_cpu = world.table.facts.get("device") == CPU
         made = partial(self.programs, config)
