@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tlt_jax.distributed.board import LocalBoard
-from tlt_jax.rollout.executables.programs import Program
+from tlt_jax.rollout.executables.programs import Decode, Program
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.rollout.scheduler.queue import WorkQueue
 from tlt_jax.rollout.scheduler.state import GroupContext, Needs
 from tlt_jax.rollout.selection import Selecting
-from tlt_jax.simulate import engine
+from tlt_jax.simulate import decoding
 from tlt_jax.simulate.cost_table import CostTable
 from tlt_jax.simulate.decoding import Acceptance, Lengths
-from tlt_jax.simulate.simulator import SimulatedPrograms, VirtualClock, noiseless_seconds
+from tlt_jax.simulate.simulator import (
+    SimulatedPrograms,
+    SimulatedState,
+    VirtualClock,
+    noiseless_seconds,
+)
 from tlt_jax.simulate.trees import Trees, counted, drafts
 from tlt_jax.spec_decode.decode_state import Weights
+from tlt_jax.spec_decode.interface import DecodingParams
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, PLAIN, Strategy
 from tlt_jax.tuner.interface import Choice, Tuner, unchanged
 
 ROUNDS = 2000  # simulated rounds of each strategy in a scenario
 SLOWER = 1.6  # largest slowdown of a first run or a stall
 
-request = engine.request
+VOCAB = 1 << 15  # tokens are hashes below this
 Costs = Callable[[Program, int, float], float]  # program, its rounds, its start time -> seconds
 Compiling = Callable[[Program], float]  # program -> the host's seconds to compile it
 
@@ -118,6 +124,30 @@ class Scenario:
         return 2 if self.bursts and int(at / 4) % 3 == 2 else 1
 
 
+def request(
+    prompts: Sequence[int],
+    samples: int,
+    max_new_tokens: int,
+    *,
+    seed: int,
+    capacity: int,
+    rounds: int = 16,
+    in_flight: int = 2,
+) -> RolloutRequest:
+    """A request for answers to prompts with these numbers of tokens; a sequence's key is its seed and uid."""
+    uids = np.arange(len(prompts) * samples, dtype=np.uint32)
+    return RolloutRequest(
+        prompts=tuple(np.zeros(tokens, np.int32) for tokens in prompts),
+        samples=samples,
+        max_new_tokens=(max_new_tokens,) * len(prompts),
+        keys=np.stack([np.full_like(uids, seed), uids], axis=1),
+        params=DecodingParams(),
+        rounds=rounds,
+        in_flight=in_flight,
+        capacity=capacity,
+    )
+
+
 def lengths(random: np.random.Generator, count: int, longest: int = 2000) -> np.ndarray:
     """Heavy-tailed answer lengths."""
     return np.clip(random.lognormal(5.3, 0.9, count), 8, longest).astype(int)
@@ -155,8 +185,6 @@ class ScenarioPrograms(SimulatedPrograms):
     The first `get` of a program takes the host its seconds of `compiling`, recorded in `compiled`.
     """
 
-    writes = True
-
     def __init__(
         self,
         costs: Costs,
@@ -167,6 +195,14 @@ class ScenarioPrograms(SimulatedPrograms):
     ):
         super().__init__(CostTable(()), acceptance, lengths, clock)
         self.costs, self.compiling, self.compiled = costs, compiling, {}
+
+    def decode(self, program: Decode, state: SimulatedState, *rest: Any) -> tuple:
+        after, pending = super().decode(program, state, *rest)
+        places = state.rows.tokens[:, None] + np.arange(pending.report.tokens.shape[1])
+        hashes = decoding.hashed(*state.rows.keys.T[..., None], places)
+        tokens = (hashes % np.uint64(VOCAB)).astype(np.int32)
+        report = pending.report.replace(tokens=tokens, logprobs=np.zeros(tokens.shape, np.float32))
+        return after, replace(pending, report=report)
 
     def get(self, program: Program) -> Callable[..., Any]:
         if program not in self.compiled:

@@ -44,7 +44,7 @@ from tlt_jax.rollout.request import (
     doubling,
 )
 from tlt_jax.rollout.run import RolloutRun
-from tlt_jax.rollout.scheduler import planner
+from tlt_jax.rollout.scheduler import driver, planner
 from tlt_jax.rollout.scheduler.payback import Payback
 from tlt_jax.rollout.scheduler.state import Harvester
 from tlt_jax.rollout.selection import Selection
@@ -67,8 +67,11 @@ class EngineBase:
     buckets that do not hold a group's sequences.
 
     Ascending `batch_buckets` and `cache_buckets`: the rows and cache slots to compile when that pays; by default powers of
-    two and the rows of a group, and doubling from 256 to prompt + answer.
+    two and the rows of a group, and doubling from 256 to prompt + answer. All that is measured is measured on `clock`, and
+    `drive` polls a rollout to its end.
     """
+
+    clock, drive = driver.WALL, staticmethod(driver.run)
 
     def __init__(
         self,
@@ -126,6 +129,52 @@ class EngineBase:
         usual = max(usual + max(limit, self.config.rollout.max_new_tokens), bucket_width(usual))
         buckets = self.caches or doubling(FIRST_CACHE_BUCKET, usual)
         return [*buckets, *doubling(2 * buckets[-1], need)] if need > buckets[-1] else buckets
+
+    def use_learned(self, is_used: bool) -> None:
+        """Whether the next rollouts capture features, and can draft with the learned drafter in addition to n-grams.
+
+        Both cost time, which an adaptive drafter does not save before it has learned. When this changes, the compiled
+        programs are dropped, and weights must be published again.
+        """
+        if is_used != (self.drafter is not None):
+            self.drafter = self.learned if is_used else None
+            self.programs.rebind(self.shapes(self.drafter))
+
+    def learned_compile_cost(self) -> float:
+        """Expected seconds of compiling after `use_learned(True)`; 0 while the learned drafter is used."""
+        return 0.0 if self.drafter else self.programs.rebinding(self.shapes(self.learned))
+
+    def run(
+        self,
+        request: RolloutRequest,
+        weights: Mapping[int, Weights],
+        tuner: TunerState | None = None,
+        *,
+        on_finish: Callable[[Completion], None] | None = None,
+        interrupted: Callable[[], bool] | None = None,
+        harvesters: Mapping[int, Harvester] | None = None,
+        listeners: Sequence[Listener] = (),
+        idle_work: IdleWork | None = None,
+        least_idle: float = 0.0,
+        wanted: Callable[[Sequence[Completion]], set[int]] = exchange.everything,
+        selection: Selection | None = None,
+    ) -> tuple[RolloutResult, TunerState]:
+        """The result of a rollout, the same in all processes, and the tuner's state after it (None: an initial one before).
+
+        Listeners, `on_finish` and `harvesters` (one for each local group) get the events of the local groups. Windows that
+        a harvester wants reach the listeners as `Harvested`, with states when the engine captures them. A group that has
+        nothing left to decode does `idle_work` while the rollout is expected to last at least `least_idle` seconds longer;
+        the stats idle_used and idle_delay are its seconds, and how long the end of the rollout waited for it. `wanted`
+        returns the uids whose tokens this process needs of answers that other processes decode; it gets zeros for the
+        others. Raises Interrupted in all processes soon after `interrupted()` is true in one; what the tuner learned in
+        this rollout is then lost. With a `selection` (in all processes) the result has the answers to the chosen prompts
+        alone, `on_finish` gets those that may be chosen, and the rollout ends as soon as the choice is known.
+        """
+        run = RolloutRun(self, next(self.rollouts), request, weights, tuner, harvesters, selection)
+        result = run.decode(listeners, on_finish, interrupted, idle_work, least_idle)
+        result = run.exchanged(result, wanted)
+        self.lengths = [len(one.tokens) for one in result.completions]
+        return result, run.learned(result)
 
 
 class Engine(EngineBase):
@@ -211,20 +260,6 @@ class Engine(EngineBase):
             shapes.append(GroupShapes(target, learned, group, named))
         return shapes
 
-    def use_learned(self, is_used: bool) -> None:
-        """Whether the next rollouts capture features, and can draft with the learned drafter in addition to n-grams.
-
-        Both cost time, which an adaptive drafter does not save before it has learned. When this changes, the compiled
-        programs are dropped, and weights must be published again.
-        """
-        if is_used != (self.drafter is not None):
-            self.drafter = self.learned if is_used else None
-            self.programs.rebind(self.shapes(self.drafter))
-
-    def learned_compile_cost(self) -> float:
-        """Expected seconds of compiling after `use_learned(True)`; 0 while the learned drafter is used."""
-        return 0.0 if self.drafter else self.programs.rebinding(self.shapes(self.learned))
-
     def close(self) -> None:
         """Drops the programs, and those that wait to be compiled; the engine runs no further rollout."""
         self.programs.close()
@@ -290,38 +325,6 @@ class Engine(EngineBase):
             capacity=min(self.capacity, self.share(len(tokens), samples)),
             rollouts_left=rollouts_left,
         )
-
-    def run(
-        self,
-        request: RolloutRequest,
-        weights: Mapping[int, Weights],
-        tuner: TunerState | None = None,
-        *,
-        on_finish: Callable[[Completion], None] | None = None,
-        interrupted: Callable[[], bool] | None = None,
-        harvesters: Mapping[int, Harvester] | None = None,
-        listeners: Sequence[Listener] = (),
-        idle_work: IdleWork | None = None,
-        least_idle: float = 0.0,
-        wanted: Callable[[Sequence[Completion]], set[int]] = exchange.everything,
-        selection: Selection | None = None,
-    ) -> tuple[RolloutResult, TunerState]:
-        """The result of a rollout, the same in all processes, and the tuner's state after it (None: an initial one before).
-
-        Listeners, `on_finish` and `harvesters` (one for each local group) get the events of the local groups. Windows that
-        a harvester wants reach the listeners as `Harvested`, with states when the engine captures them. A group that has
-        nothing left to decode does `idle_work` while the rollout is expected to last at least `least_idle` seconds longer;
-        the stats idle_used and idle_delay are its seconds, and how long the end of the rollout waited for it. `wanted`
-        returns the uids whose tokens this process needs of answers that other processes decode; it gets zeros for the
-        others. Raises Interrupted in all processes soon after `interrupted()` is true in one; what the tuner learned in
-        this rollout is then lost. With a `selection` (in all processes) the result has the answers to the chosen prompts
-        alone, `on_finish` gets those that may be chosen, and the rollout ends as soon as the choice is known.
-        """
-        run = RolloutRun(self, next(self.rollouts), request, weights, tuner, harvesters, selection)
-        result = run.decode(listeners, on_finish, interrupted, idle_work, least_idle)
-        result = run.exchanged(result, wanted)
-        self.lengths = [len(one.tokens) for one in result.completions]
-        return result, run.learned(result)
 
 
 def local_groups(mesh: Mesh, job: Job) -> list[int]:

@@ -344,8 +344,8 @@ class RolloutRecorder:
         completion = Completion(
             uid,
             *divmod(uid, self.samples),
-            self.joined([part.tokens for part in parts]),
-            self.joined([part.logprobs for part in parts]),
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
             FINISH[code],
             sum(part.accepted for part in parts),
         )
@@ -353,10 +353,6 @@ class RolloutRecorder:
         self.lengths.append(len(completion.tokens))
         if self.on_finish:
             self.on_finish(completion)
-
-    def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """The parts of an answer as one array."""
-        return np.concatenate(parts)
 
     def result(self, end: float) -> RolloutResult:
         """The result at `end` on the rollout's clock; completions in order of uid."""

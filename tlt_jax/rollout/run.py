@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,14 +16,7 @@ from tlt_jax.distributed.board import Ending, LocalBoard
 from tlt_jax.rollout import exchange
 from tlt_jax.rollout.executables.programs import CatchUp, Decode, Prefill, Program, Start
 from tlt_jax.rollout.idle import ExpectedTime, IdleDriver, IdleWork
-from tlt_jax.rollout.recorder import (
-    Completion,
-    Emitted,
-    Listener,
-    Look,
-    RolloutRecorder,
-    RolloutResult,
-)
+from tlt_jax.rollout.recorder import Completion, Emitted, Listener, Look, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.scheduler import driver, group
 from tlt_jax.rollout.scheduler.payback import Payback
@@ -47,12 +41,8 @@ class RolloutRun:
     """The local data groups of an engine decode one request; `number` counts the engine's rollouts.
 
     The groups of a process share one planner and, with all processes, one work queue. In a deterministic rollout each
-    group has a planner of its own, and prompts are dealt to the groups beforehand. `clock`: of everything that is measured.
+    group has a planner of its own, and prompts are dealt to the groups beforehand.
     """
-
-    clock: driver.Clock = driver.WALL
-    planner_type: type[Planner] = Planner
-    recorder_type: type[RolloutRecorder] = RolloutRecorder
 
     def __init__(
         self,
@@ -87,14 +77,10 @@ class RolloutRun:
         payback = engine.payback[request.params]
         expected = self.selecting.bound if self.selecting else len(request.prompts)
         payback.begin(request.rollouts_left, expected * request.samples)
-        local = engine.local_groups
-
-        def planner() -> Planner:
-            return make_planner(engine, request, self.tuner, payback, self.planner_type)
-
+        make = partial(make_planner, engine, request, self.tuner, payback)
         if engine.cost_table:
-            return {index: planner() for index in local}
-        return dict.fromkeys(local, planner())
+            return {index: make() for index in engine.local_groups}
+        return dict.fromkeys(engine.local_groups, make())
 
     def make_queues(self) -> dict[int, WorkQueue | DealtQueue]:
         """The queue that each local group takes samples from."""
@@ -141,11 +127,9 @@ class RolloutRun:
         if selecting:
             own, on_finish = [*own, selecting.listen], selecting.finished(on_finish)
         listening = [*own, *listeners]
-        rollout = driver.LocalGroups(
-            self.contexts, listening, on_finish, self.clock, self.recorder_type
-        )
+        rollout = driver.LocalGroups(self.contexts, listening, on_finish, self.engine.clock)
         background = idle_work and self.idle_driver(rollout, idle_work, least_idle)
-        result = self.drive(rollout, interrupted, background)
+        result = self.engine.drive(rollout, interrupted, background, self.ending, selecting)
         if selecting:
             result = kept(result, selecting.choice)
             result.stats.update(score_wait=selecting.waited)
@@ -163,15 +147,6 @@ class RolloutRun:
             used = sum(background.used.values())
             result.stats.update(idle_used=used, idle_delay=background.delay)
         return replace(result, compile_waits=dict.fromkeys(groups, waits))
-
-    def drive(
-        self,
-        rollout: driver.LocalGroups,
-        interrupted: Callable[[], bool] | None,
-        background: IdleDriver | None,
-    ) -> RolloutResult:
-        """Polls the rollout and its idle work to their end; see driver.run."""
-        return driver.run(rollout, interrupted, background, self.ending, self.selecting)
 
     def idle_driver(
         self, rollout: driver.LocalGroups, work: IdleWork, least_idle: float
@@ -224,11 +199,7 @@ def kept(result: RolloutResult, choice: Choice) -> RolloutResult:
 
 
 def make_planner(
-    engine: Engine,
-    request: RolloutRequest,
-    tuner: TunerState,
-    payback: Payback,
-    planner_type: type[Planner] = Planner,
+    engine: Engine, request: RolloutRequest, tuner: TunerState, payback: Payback
 ) -> Planner:
     """A planner of the request's chunks."""
     slots = engine.cache_buckets(request.prompts, request.max_new_tokens)
@@ -236,7 +207,7 @@ def make_planner(
         len(prompt) + limit
         for prompt, limit in zip(request.prompts, request.max_new_tokens, strict=True)
     )
-    return planner_type(
+    return Planner(
         engine.batches, slots, engine.tuner, tuner, payback, longest, len(engine.local_groups), engine.cost_table
     )  # fmt: skip
 

@@ -15,8 +15,7 @@ from tlt_jax.spec_decode.decode_state import RUNNING, STOPPED, TRUNCATED, Admiss
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.spec_decode.verify import BINS, Stats
 
-VOCAB = 1 << 15  # simulated tokens are hashes below this
-NOTHING = np.int8(0)  # what is emitted where no token is written
+NOTHING = np.int8(0)  # a token, and a log-prob
 
 Lengths = Callable[[np.ndarray], int]  # key uint32[2] of a sequence -> tokens of its answer
 Acceptance = Callable[[Strategy], Trees]  # strategy -> a sample of its rounds
@@ -69,12 +68,11 @@ def decode_chunk(
     rows: Rows,
     min_live: int,
     most: int,
-    writes: bool = True,
 ) -> tuple[Rows, Report]:
     """The rows after a chunk, as spec_decode.decode runs it, and its report.
 
-    The key of a row selects a round of those of `acceptance`, from which on it takes them in order, again and again. Without
-    `writes` every token is NOTHING.
+    The key of a row selects a round of those of `acceptance`, from which on it takes them in order, again and again. Every
+    token is NOTHING.
     """
     at = np.flatnonzero(rows.live)
     if len(at) < max(min_live, 1):
@@ -98,10 +96,10 @@ def decode_chunk(
     if longest > program.state.slots:
         raise ValueError(f"{longest} tokens of a sequence in a cache of {program.state.slots}")
 
-    texts = written(rows, counts, writes)
+    texts = np.broadcast_to(NOTHING, (len(counts), int(counts.max(initial=0))))
     report = Report(
         tokens=texts,
-        logprobs=np.broadcast_to(np.float32(0) if writes else NOTHING, texts.shape),
+        logprobs=texts,
         counts=counts,
         finish=np.where(rows.live & ~live, rows.finish, RUNNING),
         rounds=rounds,
@@ -163,15 +161,6 @@ def taken(trees: Trees, first: np.ndarray, rounds: np.ndarray) -> np.ndarray:
     times, rest = np.divmod(rounds, count)
     begun = np.bincount(first, minlength=2 * count) - np.bincount(first + rest, minlength=2 * count)
     return np.cumsum(begun).reshape(2, count).sum(0) + times.sum()
-
-
-def written(rows: Rows, counts: np.ndarray, writes: bool) -> np.ndarray:
-    """The tokens that rows emit, int32[B, T]; NOTHING everywhere without `writes`."""
-    shape = len(counts), int(counts.max(initial=0))
-    if not writes:
-        return np.broadcast_to(NOTHING, shape)
-    places = rows.tokens[:, None] + np.arange(shape[1])
-    return (hashed(*rows.keys.T[..., None], places) % np.uint64(VOCAB)).astype(np.int32)
 
 
 def tree_stats(

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tlt_jax.config import Config
-from tlt_jax.drafter.recipe import idle_recipe
-from tlt_jax.models.architecture import ModelConfig
-from tlt_jax.rollout.recorder import Look
+from tlt_jax.drafter.update import MicroStep
+from tlt_jax.rollout.recorder import Completion, Look
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.simulate.acceptance import Acceptances
-from tlt_jax.simulate.simulator import Marker, MicroStep
-from tlt_jax.train.adaptive import LearningParts
+from tlt_jax.simulate.simulator import Marker
+from tlt_jax.train.adaptive import DrafterLearning
 
 if TYPE_CHECKING:
-    from tlt_jax.simulate.engine import SimulatedEngine
+    from tlt_jax.simulate.run import SimulatedEngine
 
 # Micro-steps that are simulated as one: as many as fit in this share of the last rollout's seconds. RL work waits only for
 # the micro-step that runs, as in a real run.
@@ -77,8 +76,8 @@ class Piece:
         self.marker.clock.jump(self.marker.at)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The drafter's loss, which is finite."""
-        return np.zeros((), dtype or np.float32)
+        """Its tokens, and its loss, of which all that matters is that it is finite."""
+        return np.asarray(self.steps * self.tokens, dtype)
 
     @property
     def steps(self) -> int:
@@ -145,34 +144,31 @@ class SimulatedWindows:
         return {}
 
 
-class DrafterWorld:
-    """What a simulated drafter learns and accepts; adds the micro-step to the engine's programs.
+class SimulatedLearning(DrafterLearning):
+    """A DrafterLearning in virtual time; adds the micro-step to the engine's programs.
 
-    `levels(drafter)`: acceptance by depth of a drafter now.
+    `start`: the drafter before its first update.
     """
 
     def __init__(
-        self, config: Config, engine: SimulatedEngine, model: ModelConfig, acceptances: Acceptances
+        self,
+        config: Config,
+        engine: SimulatedEngine,
+        steps: int,
+        start: SimulatedDrafter,
+        acceptances: Acceptances,
     ):
-        self.engine, self.acceptances = engine, acceptances
+        super().__init__(config, engine, steps)
+        self.start, self.acceptances = start, acceptances
         self.depth = max((arm.depth for arm in engine.arms), default=1)
-        self.rollout_seconds = 0.0
-        self.recipe = idle_recipe(config, model, engine.learned, None)
         engine.programs.kinds[MicroStep] = self.micro_step
 
-    def parts(self, start: SimulatedDrafter) -> LearningParts:
-        """What DrafterLearning decides about; `start`: a drafter before its first update."""
-        groups = len(self.engine.groups)
-        relative = 1.4 + 0.4 * self.recipe.objective.compile_steps  # as drafter.update.MicroStep
-        return LearningParts(
-            self.recipe,
-            SimulatedCopies(groups),
-            {group: SimulatedWindows() for group in range(groups)},
-            lambda group, tokens: MicroStep(group, tokens, relative),
-            lambda answers: start,
-            self.learn,
-            self.engine.clock,
-        )
+    def copies_and_replays(self) -> tuple[SimulatedCopies, dict[int, SimulatedWindows]]:
+        groups = self.engine.local_groups
+        return SimulatedCopies(len(groups)), {group: SimulatedWindows() for group in groups}
+
+    def create(self, answers: Sequence[Completion]) -> SimulatedDrafter:
+        return self.start
 
     def levels(self, drafter: SimulatedDrafter) -> list[float]:
         """Acceptance at every depth, given the depths before."""
@@ -187,11 +183,10 @@ class DrafterWorld:
         learns: Any,
     ) -> tuple[Piece, dict[str, Any]]:
         """Dispatches a micro-step or, while the rollout goes on, several together: as IdleTraining runs its programs."""
-        before, programs, clock = settled(copy), self.engine.programs, self.engine.clock
-        each = programs.seconds(program, 0, clock.now(), 0.0)
-        count = 1
+        before, programs, count = settled(copy), self.engine.programs, 1
+        each = programs.table.seconds("micro_step", program.tokens)
         if learns and not self.engine.is_over and program in programs.ran:
-            count = max(int(TOGETHER * self.rollout_seconds / each), 1)
+            count = max(int(TOGETHER * self.idle.seconds / each), 1)
         marker = programs.dispatched_at(program.group, count * each)
         start = marker.at - count * each
         piece = Piece(
@@ -203,25 +198,15 @@ class DrafterWorld:
         levels = {
             f"acceptance@{depth}": level for depth, level in enumerate(self.levels(before), 1)
         }
-        return piece, {"loss": piece, "tokens": Tokens(piece), **levels}
+        return piece, {"loss": piece, "tokens": piece, **levels}
 
-    def learn(
+    def train(
         self, drafter: SimulatedDrafter, policy: Any, rows: Sequence[float], step: int
     ) -> tuple[SimulatedDrafter, dict[str, float], list[float]]:
-        """As drafter.step_training.learn in virtual time; `rows`: answer tokens of each accumulation step on all groups."""
-        tokens, groups = sum(rows), len(self.engine.groups)
+        """`rows`: answer tokens of each accumulation step on all groups."""
+        tokens, programs = sum(rows), self.engine.programs
         if rows:
-            each = self.engine.programs.table.seconds("drafter_update", rows[0] / groups)
-            self.engine.clock.sleep(len(rows) * each)
+            each = programs.table.seconds("drafter_update", rows[0] / len(self.engine.groups))
+            programs.clock.sleep(len(rows) * each)
         metrics = {"drafter/update_steps": float(len(rows)), "drafter/update_tokens": tokens}
         return drafter.after(len(rows), tokens), metrics, self.levels(drafter) if rows else []
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The tokens of a piece, known once it is done."""
-
-    piece: Piece
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.piece.steps * self.piece.tokens, dtype)

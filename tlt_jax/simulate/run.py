@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,23 +12,31 @@ import numpy as np
 from tlt_jax.config import Config, parse
 from tlt_jax.config.schema import ADAPTIVE, NGRAM, NONE
 from tlt_jax.data import packing
+from tlt_jax.distributed.board import Ending
+from tlt_jax.distributed.job import Job
 from tlt_jax.drafter.investment import Investment
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import from_config, hf_config
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.drafter import DrafterConfig
+from tlt_jax.rollout.engine import IN_FLIGHT, EngineBase
+from tlt_jax.rollout.idle import IdleDriver
 from tlt_jax.rollout.recorder import RolloutResult
-from tlt_jax.simulate import engine
+from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.rollout.scheduler.driver import LocalGroups
+from tlt_jax.rollout.selection import Selecting
+from tlt_jax.simulate import simulator
 from tlt_jax.simulate.acceptance import Acceptances
-from tlt_jax.simulate.cost_table import CPU, CostTable
-from tlt_jax.simulate.learning import DrafterWorld, SimulatedDrafter
+from tlt_jax.simulate.cost_table import CostTable
+from tlt_jax.simulate.learning import SimulatedDrafter, SimulatedLearning
 from tlt_jax.simulate.lengths import Lengths
 from tlt_jax.simulate.report import Step
 from tlt_jax.simulate.simulator import SimulatedPrograms, VirtualClock
 from tlt_jax.spec_decode.decode_state import Weights
-from tlt_jax.spec_decode.strategy import LEARNED, PLAIN, Strategy
+from tlt_jax.spec_decode.interface import DecodingParams
+from tlt_jax.spec_decode.strategy import DRAFTERS, LEARNED, PLAIN, Strategy
 from tlt_jax.train import adaptive
-from tlt_jax.train.adaptive import DrafterLearning, Learned
+from tlt_jax.train.adaptive import Learned
 from tlt_jax.train.run_state import RunState
 from tlt_jax.train.step_metrics import Stopwatch
 from tlt_jax.train.trainer import Rolled, Trainer
@@ -102,6 +108,53 @@ def chunk_of(config: Config) -> int:
     return max(config.rollout.chunk, config.rollout.max_new_tokens // CHUNKS)
 
 
+class SimulatedEngine(EngineBase):
+    """An engine of `groups` data groups whose programs are simulated."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelConfig,
+        drafter: DrafterConfig | None,
+        groups: int,
+        programs: SimulatedPrograms,
+    ):
+        super().__init__(config, drafter, groups, programs.waits, Job())
+        self.model_config, self.mesh, self.ngram_memory = model, None, None
+        self.groups, self.local_groups = [None] * groups, range(groups)
+        self.programs, self.clock = programs, programs.clock
+        self.ending: Ending | None = None  # of the last rollout
+        programs.rebind(self.shapes(drafter))
+
+    def shapes(self, drafter: DrafterConfig | None) -> list[SimpleNamespace]:
+        """Drafters that need nothing from the host; all but n-grams catch up."""
+        ngram = SimpleNamespace(reads_history=False, host_context=lambda _: (), catch_up=None)
+        learned = SimpleNamespace(reads_history=False, host_context=lambda _: (), catch_up=True)
+        known = {name: ngram if name == NGRAM else learned for name in DRAFTERS}
+        captures = drafter is not None
+        return [SimpleNamespace(drafter=learned, drafters=known, captures=captures)]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no data group has anything left to decode."""
+        return self.ending is None or bool(self.ending.how)
+
+    def publish(self, params: Any, drafter: Any = None) -> dict[int, Weights]:
+        self.clock.sleep(self.programs.table.seconds("publish"))
+        return dict.fromkeys(self.local_groups, Weights(None, ()))
+
+    def drive(
+        self,
+        rollout: LocalGroups,
+        interrupted: None,
+        background: IdleDriver | None,
+        ending: Ending,
+        selecting: Selecting | None,
+    ) -> RolloutResult:
+        self.ending = ending
+        return simulator.simulate(rollout, self.programs, background, selecting, ending)
+
+
 class SimulatedTrainer(Trainer):
     """A Trainer in virtual time, of one arm: it rolls out on simulated programs, and scores and updates by the table alone.
 
@@ -117,28 +170,26 @@ class SimulatedTrainer(Trainer):
         self.drafter = SimulatedDrafter()  # the one that the rollout drafts with
         model = model_of(config) or hf_config.new_config(STAND_IN, 512, ())
         learned = drafter_of(config, model) if drafter in (ADAPTIVE, FROZEN) else None
-        is_cpu = world.table.facts.get("device") == CPU
-        made = partial(self.programs, config)
-        simulated = engine.SimulatedEngine(config, learned, world.groups, is_cpu, made)
+        programs = self.simulated_programs(config)
+        engine = SimulatedEngine(config, model, learned, world.groups, programs)
         begins = bool(config.drafter_training.start) or drafter == FROZEN
         start = SimulatedDrafter(int(begins), world.acceptances.pretrained if begins else 0.0)
-        tuner, self.knowledge, learning = simulated.tuner.init(), None, None
+        tuner, learning = engine.tuner.init(), None
         if drafter == ADAPTIVE:
-            self.knowledge = DrafterWorld(config, simulated, model, world.acceptances)
-            learning = DrafterLearning(config, simulated, world.steps, self.knowledge.parts(start))
+            learning = SimulatedLearning(config, engine, world.steps, start, world.acceptances)
             if begins:  # a drafter's directory records its acceptance
-                tuner = simulated.tuner.update_prior(tuner, {LEARNED: self.knowledge.levels(start)})
+                tuner = engine.tuner.update_prior(tuner, {LEARNED: learning.levels(start)})
         policy = SimpleNamespace(params=None)
         self.state = RunState(0, policy, start if begins else None, tuner, Investment())
         if learning:
             learning.resume(self.state)
         self.run = SimpleNamespace(
-            config=config, engine=simulated, drafter=learning, drafter_params=None, steps=world.steps
+            config=config, engine=engine, drafter=learning, drafter_params=None, steps=world.steps
         )  # fmt: skip
         self.watch, self.writer = Stopwatch(self.clock.now), SimpleNamespace(say=lambda words: None)
         self.reported: Step | None = None
 
-    def programs(self, config: Config, drafters: Sequence[str]) -> SimulatedPrograms:
+    def simulated_programs(self, config: Config) -> SimulatedPrograms:
         """The programs of the engine, which draft as well as the current drafter can."""
         is_ngram = config.speculation.drafter == NGRAM
 
@@ -150,7 +201,6 @@ class SimulatedTrainer(Trainer):
             lambda one: self.world.acceptances.trees(named(one), self.drafter.learned),
             lambda key: self.answers[int(key[1])],
             self.clock,
-            drafters,
             not self.world.compiles,
             named,
         )
@@ -172,20 +222,23 @@ class SimulatedTrainer(Trainer):
         rollout, seed, most = run.config.rollout, run.config.train.seed, run.config.data.max_prompt_tokens  # fmt: skip
         drawn = self.world.lengths.draw(state.step, rollout.prompts, rollout.samples, seed)
         self.answers = dict(enumerate(drawn.answers.ravel().tolist()))
-        request = engine.request(
-            np.clip(drawn.prompts, 2, max(most, 2)).astype(int).tolist(),
-            rollout.samples,
-            rollout.max_new_tokens,
-            seed=state.step,
-            capacity=run.engine.capacity,
+        sizes = np.clip(drawn.prompts, 2, max(most, 2)).astype(int).tolist()
+        uids = np.arange(len(self.answers), dtype=np.uint32)
+        request = RolloutRequest(
+            prompts=tuple(np.zeros(size, np.int32) for size in sizes),
+            samples=rollout.samples,
+            max_new_tokens=(rollout.max_new_tokens,) * len(sizes),
+            keys=np.stack([np.full_like(uids, state.step), uids], axis=1),
+            params=DecodingParams(),
             rounds=chunk_of(run.config),
+            in_flight=IN_FLIGHT,
+            capacity=run.engine.capacity,
             rollouts_left=run.steps - state.step - 1,
         )
         with self.watch.phase("rollout"):
             began, background = self.clock.now(), {}
             self.spend("begin")
             if run.drafter:
-                self.knowledge.rollout_seconds = run.drafter.idle.seconds
                 background = run.drafter.begin_rollout(request, weights, state)
             result, tuner = run.engine.run(request, weights, state.tuner, **background)
         return Rolled(list(request.prompts), result, tuner, {}, began)

@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from tlt_jax.distributed.board import Ending
 from tlt_jax.rollout.executables.compilation import BACKGROUND, CompileCosts
 from tlt_jax.rollout.executables.programs import (
     Admit,
@@ -26,6 +26,7 @@ from tlt_jax.rollout.executables.programs import (
     of_group,
 )
 from tlt_jax.rollout.idle import IdleDriver
+from tlt_jax.rollout.learned_drafter import FEATURES as FEATURE_S
 from tlt_jax.rollout.recorder import IDLE_ROUND, Look, RolloutResult, WentIdle
 from tlt_jax.rollout.request import admission_size
 from tlt_jax.rollout.scheduler.driver import LocalGroups
@@ -35,7 +36,7 @@ from tlt_jax.simulate.cost_table import CAPTURED, CPU, FEATURES, CostTable
 from tlt_jax.simulate.decoding import Acceptance, Lengths, Rows
 from tlt_jax.spec_decode.decode import Report
 from tlt_jax.spec_decode.decode_state import Admission, Features
-from tlt_jax.spec_decode.strategy import NGRAM, PLAIN, Strategy
+from tlt_jax.spec_decode.strategy import DRAFTERS, NGRAM, PLAIN, Strategy
 
 POLL_BEFORE_S = 1e-6  # `simulate` also polls this long before a program is done
 THREADS = 4  # compilations of a host at once: rollout.executables.background.MOST_THREADS
@@ -92,29 +93,17 @@ class Pending:
     counts: Marker
 
 
-@dataclass(frozen=True)
-class MicroStep:
-    """A group's micro-step of idle drafter training on `tokens` tokens, as drafter.update.MicroStep."""
-
-    group: int
-    tokens: int
-    relative_seconds: float
-
-
 class SimulatedPrograms:
     """Programs of data groups on hosts of their own: each host compiles a program when the first one does.
 
     Programs of a group run one after the other, each `host` seconds after its dispatch on an idle device. A sequence's
-    tokens and length are functions of its key. The tokens that a round accepts depend on its key, its rounds so far and the
-    strategy, and never on rows, slots or groups. Without `writes` every token is decoding.NOTHING.
+    length is a function of its key. The tokens that a round accepts depend on its key, its rounds so far and the strategy,
+    and never on rows, slots or groups. Every token is decoding.NOTHING.
 
     A missing program is waited for; `prepare` compiles in the background, except on a CPU, whose cores decode.
     `features`: share of a round's seconds that capturing features for a learned drafter costs beyond those of the table.
-    `drafters`: names of the drafters that strategies name, "" included. `named(strategy)`: the strategy as the table
-    names it.
+    `named(strategy)`: the strategy as the table names it.
     """
-
-    writes = False
 
     def __init__(
         self,
@@ -122,7 +111,6 @@ class SimulatedPrograms:
         acceptance: Acceptance,
         lengths: Lengths,
         clock: VirtualClock,
-        drafters: Sequence[str] = ("",),
         compiles_free: bool = False,
         named: Callable[[Strategy], Strategy] = lambda strategy: strategy,
     ):
@@ -138,13 +126,10 @@ class SimulatedPrograms:
             Decode: self.decode,
             Harvest: self.harvest,
         }
-        drafter = SimpleNamespace(reads_history=False, host_context=lambda _: (), catch_up=None)
-        learned = SimpleNamespace(reads_history=False, host_context=lambda _: (), catch_up=True)
-        known = {name: drafter if name == NGRAM else learned for name in drafters if name}
-        self.shapes = [SimpleNamespace(drafter=learned, drafters=known)]
+        self.shapes: Sequence[Any] = ()
         self.compile_costs = CompileCosts()
         for row in table.of("compile"):
-            for name in drafters if row.strategy != PLAIN else ("",):
+            for name in ("", *DRAFTERS) if row.strategy != PLAIN else ("",):
                 chunk = Decode(StateShape(0, 1, 1), 1, replace(row.strategy, drafter=name))
                 self.compile_costs.note(chunk, row.seconds)
         self.compiles: list[Any] = []  # of the protocol of Executables: nothing is counted here
@@ -212,18 +197,15 @@ class SimulatedPrograms:
         self.ready[program] = partial(self.kinds[type(program)], program)
         return self.ready[program]
 
-    def rebind(self, is_learned: bool, features: float) -> None:
-        """Drops all programs; new ones capture features, at this share of a round's seconds, if `is_learned`.
-
-        The rounds of the table may do so already.
-        """
-        is_captured = self.table.facts.get(FEATURES) == CAPTURED
-        self.features = (1 + is_learned * features) / (1 + is_captured * features) - 1
+    def rebind(self, shapes: Sequence[Any]) -> None:
+        """Drops all programs; new ones capture features if `captures`, which the rounds of the table may do already."""
+        self.shapes, captured = shapes, self.table.facts.get(FEATURES) == CAPTURED
+        self.features = (1 + FEATURE_S * shapes[0].captures) / (1 + FEATURE_S * captured) - 1
         self.executables = {}
         self.ran.clear(), self.ready.clear()
         self.changes += 1
 
-    def rebinding(self) -> float:
+    def rebinding(self, shapes: Sequence[Any]) -> float:
         """Expected seconds to compile the current programs again, except chunks that draft."""
         plain = [one for one in self.executables if getattr(one, "strategy", PLAIN) == PLAIN]
         return 0.0 if self.compiles_free else sum(map(self.compile_costs.of, plain))
@@ -256,8 +238,6 @@ class SimulatedPrograms:
         return ready, groups
 
     def seconds(self, program: Program, rounds: int, start: float, held: float) -> float:
-        if isinstance(program, MicroStep):
-            return self.table.seconds("micro_step", program.tokens)
         return (1 + self.features) * noiseless_seconds(self.round_cost(held), program, rounds)
 
     def round_cost(self, held: float) -> RoundCost:
@@ -318,9 +298,7 @@ class SimulatedPrograms:
     def decode(
         self, program: Decode, state: SimulatedState, weights: Any, host: Any, bounds: np.ndarray
     ) -> tuple[SimulatedState, Pending]:
-        rows, report = decoding.decode_chunk(
-            self.acceptance, program, state.rows, *bounds.tolist(), self.writes
-        )
+        rows, report = decoding.decode_chunk(self.acceptance, program, state.rows, *bounds.tolist())
         held = decoding.held(state.rows, rows, report.rounds)
         marker = self.dispatch(program, report.rounds, held)
         known = state.known
@@ -367,22 +345,25 @@ def simulate(
     programs: SimulatedPrograms,
     background: IdleDriver | None = None,
     selecting: Selecting | None = None,
+    ending: Ending | None = None,
 ) -> RolloutResult:
-    """Runs the rollout and the `background` work to their end; between events the clock jumps to the next program's end.
+    """As scheduler.driver.run in virtual time: between events the clock jumps to the next program's end.
 
     With `selecting` the rollout stops when the choice is known; times at which scores come are in `programs.due`, of
     group -1. Listeners also see the groups just before that end, unfinished: otherwise each measurement would be uncertain by a
     whole chunk. After the first poll only groups whose programs end are polled: nothing has changed for the others. The
     background work begins with the first idle group, or with the rollout where groups may wait for prompts.
     """
-    clock, result, groups, is_idle = programs.clock, None, None, False
+    clock, result, groups, is_idle = programs.clock, None, None, selecting is not None
+    ending = ending or Ending(len(rollout.states))
     is_in_order = any(context.is_in_order for context in rollout.contexts.values())
     while True:
-        events = [] if result else [one for look in rollout.poll(groups) for one in look.events]
-        is_idle = (
-            is_idle or selecting is not None or any(isinstance(one, WentIdle) for one in events)
-        )
-        happened = is_in_order and bool(events)  # else one poll reads and dispatches all there is
+        looks = [] if result else [look for look in rollout.poll(groups) if look.events]
+        for look in looks:
+            if isinstance(look.events[-1], WentIdle):
+                ending.is_idle(look.group)
+                is_idle = True
+        happened = is_in_order and bool(looks)  # else one poll reads and dispatches all there is
         if selecting:
             happened |= selecting.poll(clock.now(), rollout.is_decoding())
             if selecting.is_over:

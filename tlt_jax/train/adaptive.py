@@ -5,7 +5,7 @@ It learns on idle data groups during a rollout, and from the packed rows of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,10 +30,8 @@ from tlt_jax.models import drafter as drafters, hf_drafter
 from tlt_jax.models.architecture import Params
 from tlt_jax.models.drafter import DrafterParams
 from tlt_jax.rollout import learned_drafter
-from tlt_jax.rollout.executables.programs import Program
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.scheduler.driver import WALL, Clock
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.strategy import LEARNED
 from tlt_jax.tuner.interface import State as TunerState
@@ -132,37 +130,6 @@ class Learned(NamedTuple):
     depths: Sequence[float] = ()
 
 
-class LearningParts(NamedTuple):
-    """What DrafterLearning decides about: on devices (`on_devices`), or simulated in virtual time.
-
-    `create(answers)`: a drafter before its first update. `learn(drafter, policy, rows, step)`: the drafter after an optimizer
-    step on each of the rows, metrics and acceptance by depth.
-    """
-
-    recipe: Recipe
-    copies: Copies
-    replays: Mapping[int, Replay]
-    piece: Callable[[int, int], Program]
-    create: Callable[[Sequence[Completion]], DrafterState]
-    learn: Callable[..., tuple[DrafterState, dict[str, float], list[float]]]
-    clock: Clock = WALL
-
-
-def on_devices(config: Config, engine: Engine) -> LearningParts:
-    """The drafter of drafter_training on the devices of the engine's local groups."""
-    recipe = idle_recipe(config, engine.model_config, engine.learned, engine.mesh)
-    groups = {index: engine.groups[index] for index in engine.local_groups}
-    replay = replay_config(config, recipe)
-    return LearningParts(
-        recipe,
-        Copies(recipe, groups),
-        {index: Replay(replay, index, mesh) for index, mesh in groups.items()},
-        partial(MicroStep, recipe=recipe),
-        lambda answers: create(config, recipe, texts=(one.tokens for one in answers)),
-        partial(step_training.learn, recipe),
-    )
-
-
 class DrafterLearning:
     """Trains the drafter of speculation.drafter `adaptive`, and decides when the rollout starts to draft with it.
 
@@ -170,17 +137,16 @@ class DrafterLearning:
     update (None with drafter_training.share 0). `steps`: RL steps of the run.
     """
 
-    def __init__(self, config: Config, engine: Engine, steps: int, parts: LearningParts):
-        self.config, self.engine, self.steps, self.parts = config, engine, steps, parts
-        self.recipe = parts.recipe
+    def __init__(self, config: Config, engine: Engine, steps: int):
+        self.config, self.engine, self.steps = config, engine, steps
+        self.recipe = idle_recipe(config, engine.model_config, engine.learned, engine.mesh)
         self.idle = IdleTraining(
-            parts.copies,
-            parts.replays,
+            *self.copies_and_replays(),
             engine.programs,
-            parts.piece,
+            partial(MicroStep, recipe=self.recipe),
             job=engine.job,
             is_idle_used=not config.rollout.deterministic,
-            clock=parts.clock,
+            clock=engine.clock,
         )
         self.in_update = None
         if share := config.drafter_training.share:
@@ -189,6 +155,23 @@ class DrafterLearning:
             self.in_update = StepTraining(
                 self.recipe, share, engine.programs.compile_costs.of, engine.job.told
             )
+
+    def copies_and_replays(self) -> tuple[Copies, dict[int, Replay]]:
+        """What the engine's local groups train on."""
+        groups = {index: self.engine.groups[index] for index in self.engine.local_groups}
+        replay = replay_config(self.config, self.recipe)
+        replays = {index: Replay(replay, index, mesh) for index, mesh in groups.items()}
+        return Copies(self.recipe, groups), replays
+
+    def create(self, answers: Sequence[Completion]) -> DrafterState:
+        """A drafter before its first update, whose draft vocabulary is counted in the answers."""
+        return create(self.config, self.recipe, texts=(one.tokens for one in answers))
+
+    def train(
+        self, drafter: DrafterState, policy: Params, rows: Sequence[PackedRows], step: int
+    ) -> tuple[DrafterState, dict[str, float], list[float]]:
+        """The drafter after an optimizer step on each of the rows, metrics, and acceptance by depth."""
+        return step_training.learn(self.recipe, drafter, policy, rows, step)
 
     def resume(self, state: RunState) -> None:
         """Lets the rollout use the drafter of a state that the run starts or continues from."""
@@ -236,7 +219,7 @@ class DrafterLearning:
         if may_start and (engine.drafter or engine.job.decided(self.may_pay(tuner))):
             idle.activate()
             if not self.config.drafter_training.start and is_untrained(drafter):
-                drafter = self.parts.create(rollout.completions)
+                drafter = self.create(rollout.completions)
         return Learned(drafter, investment, metrics | idle_metrics(rollout, groups), idle.depths)
 
     def learn(
@@ -257,10 +240,10 @@ class DrafterLearning:
         )
         if not self.in_update or chosen is None:
             return learned
-        drafter, clock = learned.drafter or self.parts.create(answers), self.parts.clock
+        drafter, clock = learned.drafter or self.create(answers), self.engine.clock
         jax.block_until_ready(rows)
         began, given = clock.now(), [rows[place] for place in chosen]
-        drafter, metrics, depths = self.parts.learn(drafter, policy, given, step)
+        drafter, metrics, depths = self.train(drafter, policy, given, step)
         metrics |= {"drafter/share": len(chosen) / len(rows)}
         investment = self.in_update.after(learned.investment, metrics, depths, clock.now() - began)
         return Learned(drafter, investment, learned.metrics | metrics, depths or learned.depths)

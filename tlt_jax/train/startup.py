@@ -111,10 +111,7 @@ def make_run(setup: Setup) -> Run:
     stops = datasets.stop_rules(config, setup.tokenizer)
     captures_states = is_adaptive and not config.rollout.deterministic
     engine = Engine(config, model, mesh, stops, drafter, captures_states, setup.job, recipe.lora)
-    learning = None
-    if is_adaptive:
-        parts = adaptive.on_devices(config, engine)
-        learning = DrafterLearning(config, engine, steps, parts)
+    learning = DrafterLearning(config, engine, steps) if is_adaptive else None
     memory.preflight(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
     return Run(
         **vars(setup), steps=steps, recipe=recipe, engine=engine, drafter=learning, drafter_params=drafter_params

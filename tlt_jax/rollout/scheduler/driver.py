@@ -45,14 +45,13 @@ class LocalGroups:
         listeners: Sequence[Listener] = (),
         on_finish: Callable[[Completion], None] | None = None,
         clock: Clock = WALL,
-        recorder_type: type[RolloutRecorder] = RolloutRecorder,
     ):
         samples = contexts[0].request.samples
         planners = {context.index: context.planner for context in contexts}
         self.contexts = {context.index: context for context in contexts}
         self.clock, self.is_stopping = clock, False
         self.states = {context.index: GroupState() for context in contexts}
-        self.recorder = recorder_type(
+        self.recorder = RolloutRecorder(
             samples, clock.now(), on_finish, lambda seen: planners[seen.group].observe(seen)
         )
         self.listeners = (*listeners, self.recorder.record)
