@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -23,14 +22,6 @@ if TYPE_CHECKING:
     from tlt_jax.rollout.scheduler.state import GroupState, Running
 
 EXPECT_EVERY = 0.05  # seconds between two estimates of the idle time
-
-
-class Mode(Enum):
-    """A data group decodes, has nothing to decode (or waits for prompts), or does idle work."""
-
-    BUSY = "busy"
-    IDLE = "idle"
-    TRAINING = "training"
 
 
 class IdleWork(Protocol):
@@ -74,89 +65,48 @@ class IdleDriver:
     ):
         self.rollout, self.work, self.expected = rollout, work, expected
         self.is_over, self.least_seconds = is_over or rollout.is_done, least_seconds
-        self.modes = dict.fromkeys(rollout.states, Mode.BUSY)
         # Other processes have groups too: they read this one's expected time, and may still decode when its groups are idle.
-        self.is_shared = groups > len(self.modes)
+        self.is_shared = groups > len(rollout.states)
+        self.working: set[int] = set()  # groups that get one piece after the other
         self.gave_up: set[int] = set()
         self.has_ended = False  # RL work needs all groups: no work starts
         # group -> number and start of its piece, and the last poll that saw it running
         self.running: dict[int, tuple[int, float, float]] = {}
-        self.waiting: set[int] = set()  # groups that may get more to decode
         self.pieces = dict.fromkeys(rollout.states, 0)
         self.used = dict.fromkeys(rollout.states, 0.0)
         self.estimated_at, self.over_at, self.delay = -math.inf, math.nan, 0.0
 
     def poll(self) -> bool:
         """Reads finished pieces and dispatches new ones; whether anything happened. Never waits."""
-        now, happened = self.rollout.clock.now(), False
-        for group in self.rollout.states:
-            self.note_mode(group)
-        if self.is_over():
-            if math.isnan(self.over_at):
-                self.over_at = self.rollout.clock.now()
-            self.end()
-        elif now - self.estimated_at >= EXPECT_EVERY and (self.idle() or self.is_shared):
+        rollout, now = self.rollout, self.rollout.clock.now()
+        idle = {one for one in rollout.states if rollout.is_idle(one) or rollout.is_waiting(one)}
+        self.working &= idle - self.gave_up
+        is_over = self.is_over()
+        if is_over and math.isnan(self.over_at):
+            self.over_at = rollout.clock.now()
+        self.has_ended = is_over or (rollout.is_done() and not self.is_shared)
+        if self.has_ended:
+            self.working.clear()
+        elif now - self.estimated_at >= EXPECT_EVERY and (idle - self.working or self.is_shared):
             self.estimated_at = now
-            if self.expected() >= self.least_seconds and not self.has_ended:
-                for group in self.idle():
-                    if group in self.gave_up:
-                        continue
-                    self.modes[group] = Mode.TRAINING
-                    self.advance(group)
-        for group, mode in self.modes.items():
-            if group in self.running or mode is Mode.TRAINING:
-                happened |= self.advance(group)
-        return happened
-
-    def note_mode(self, group: int) -> None:
-        """Notes when the group has nothing to decode, and when it gets more; once none decodes, work ends."""
-        is_busy = self.modes[group] is Mode.BUSY
-        if self.rollout.is_idle(group):
-            self.waiting.discard(group)
-            if is_busy:
-                self.modes[group] = Mode.IDLE
-                if not self.is_shared and Mode.BUSY not in self.modes.values():
-                    self.end()
-        elif self.rollout.is_waiting(group):
-            if is_busy:
-                self.waiting.add(group)
-                self.modes[group] = Mode.IDLE
-        elif group in self.waiting:
-            self.waiting.discard(group)
-            self.modes[group] = Mode.BUSY
-
-    def idle(self) -> list[int]:
-        """The groups that are idle without work."""
-        return [group for group, mode in self.modes.items() if mode is Mode.IDLE]
-
-    def end(self) -> None:
-        """RL work needs the devices: dispatches no further piece."""
-        self.has_ended = True
-        for group, mode in self.modes.items():
-            if mode is Mode.TRAINING:
-                self.modes[group] = Mode.IDLE
-
-    def give_up(self, group: int) -> None:
-        """The group does no further idle work in this rollout."""
-        self.gave_up.add(group)
-        if self.modes[group] is Mode.TRAINING:
-            self.modes[group] = Mode.IDLE
+            if self.expected() >= self.least_seconds:
+                self.working |= idle - self.gave_up
+        active = [one for one in rollout.states if one in self.working or one in self.running]
+        return any([self.advance(group) for group in active])
 
     def advance(self, group: int) -> bool:
         """Polls one group: reads its finished piece, and dispatches the next while the group may train."""
         began, events = self.rollout.clock.now(), []
         try:
             events += self.retire(group, began)
-            if self.modes[group] is Mode.TRAINING and group not in self.running:
+            if group in self.working and group not in self.running:
                 events += self.dispatch(group)
         except Exception as error:  # an error of idle work never ends the run
             self.running.pop(group, None)
             self.work.failed(group, error)
-            self.give_up(group)
+            self.gave_up.add(group)
         if events:
-            look = Look(group, began, self.rollout.clock.now(), tuple(events))
-            for listener in self.rollout.listeners:
-                listener(look)
+            self.rollout.tell(Look(group, began, self.rollout.clock.now(), tuple(events)))
         return bool(events)
 
     def retire(self, group: int, now: float) -> list[Event]:
@@ -177,7 +127,7 @@ class IdleDriver:
     def dispatch(self, group: int) -> list[Event]:
         """Dispatches the next piece of work."""
         if not self.work.dispatch(group):
-            self.give_up(group)
+            self.gave_up.add(group)
             return []
         self.pieces[group] += 1
         number = -self.pieces[group]  # the group's own programs count from 0, also after it
