@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.kernels.fused import Fused
 from tlt_jax.models import architecture, drafter as drafters
@@ -21,6 +20,7 @@ from tlt_jax.spec_decode.decode import Decoder, Report
 from tlt_jax.spec_decode.decode_state import Admission, DecodeState, Weights
 from tlt_jax.spec_decode.interface import Context, DecodingParams, DraftTree, Sampling
 from tlt_jax.spec_decode.strategy import Strategy
+from tlt_jax.spec_decode.tree_drafter import learned_drafter
 
 
 def begin(
@@ -137,9 +137,7 @@ def tiny(
     mesh, own = meshes.make_mesh(1, 1), drafters.for_policy(model, kind)
     group = meshes.data_group(mesh, 0)
     target = bindings.bind_target(model, Fused.of(group), dtype, own.captures, strategy.path)
-    drafter = bindings.bind_drafter(
-        Speculation(drafter="a directory"), own, target, Fused.of(group), dtype
-    )
+    drafter = learned_drafter(own, target, Fused.of(group), dtype)
     params = (
         architecture.init(model, mesh, jax.random.key(0), dtype),
         drafters.init(own, mesh, jax.random.key(7), dtype),

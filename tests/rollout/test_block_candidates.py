@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from models.test_block_drafter import rolled
 
-from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.kernels.fused import Fused
 from tlt_jax.models import architecture
@@ -17,6 +16,7 @@ from tlt_jax.rollout import bindings
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.interface import Context
 from tlt_jax.spec_decode.strategy import Strategy
+from tlt_jax.spec_decode.tree_drafter import learned_drafter
 
 LENGTHS = np.array([3, 7, 5], np.int32)
 STRATEGY = Strategy(3, 2, 11)
@@ -27,11 +27,11 @@ def candidates(case: str, tokens, features, model: int):
     mesh = meshes.make_mesh(1, model)
     shared = jax.device_put(cases.shared(), jax.NamedSharding(mesh, jax.P()))
     params, group = rolled(cases.params(case, mesh=mesh), cases.config(case), mesh, shared)
-    own, settings = cases.config(case), Speculation(drafter="a directory")
+    own = cases.config(case)
     target = bindings.bind_target(
         cases.policy(), Fused.of(group), "float64", own.captures, STRATEGY.path
     )
-    drafter = bindings.bind_drafter(settings, own, target, Fused.of(group), "float64")
+    drafter = learned_drafter(own, target, Fused.of(group), "float64")
     policy = architecture.Params(shared.embed, (), params.final_norm, shared.head)
     context = Context(*map(jnp.asarray, (tokens, LENGTHS, features)), ())
     empty = drafter.empty(len(LENGTHS), tokens.shape[1])

@@ -7,7 +7,6 @@ import re
 import pytest
 import rounds
 
-from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed import topology
 from tlt_jax.distributed.mesh import data_group, make_mesh
 from tlt_jax.kernels import cache_rows
@@ -19,6 +18,7 @@ from tlt_jax.plan.launches import collectives
 from tlt_jax.rollout import bindings
 from tlt_jax.rollout.executables.programs import GroupShapes, StateShape
 from tlt_jax.spec_decode.strategy import parse
+from tlt_jax.spec_decode.tree_drafter import learned_drafter
 
 # Qwen2.5-7B; the weights of its layers are no part of a draft.
 POLICY = ModelConfig("qwen2", 152_064, 3584, 28, 28, 4, 128, 18_944, 32_768, qkv_bias=True)
@@ -38,8 +38,7 @@ def lowered(kind: str, chip: str, strategy: str, batch: int, model: int, tempera
     group, shape = data_group(mesh, 0), parse(strategy)
     own = drafters.for_policy(POLICY, kind, draft_vocab_size=DRAFT_VOCAB)
     target = bindings.bind_target(POLICY, Fused.of(group), "bfloat16", own.captures, shape.path)
-    settings = Speculation(drafter="a directory")
-    drafter = bindings.bind_drafter(settings, own, target, Fused.of(group), "bfloat16")
+    drafter = learned_drafter(own, target, Fused.of(group), "bfloat16")
     shapes = GroupShapes(target, drafter, group, {})
     return rounds.drafting(shapes, StateShape(0, batch, 4096), 4, shape, temperature)
 

@@ -14,9 +14,7 @@ import toys
 from beartype.door import is_bearable
 from jaxtyping import Array, Bool, Float, Int32, jaxtyped
 
-from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.kernels.fused import Fused
 from tlt_jax.models import block_drafter, eagle
 from tlt_jax.rollout import bindings, ngram_memory
 from tlt_jax.spec_decode import decode, decode_state
@@ -101,9 +99,7 @@ def test_the_policy_and_ngrams_keep_to_the_signatures(monkeypatch):
     monkeypatch.setattr(ngram_memory, "POOL", 8)
     decoder, weights = rounds.tiny(drafter_cases.policy(), "eagle", "float32", RULES, TREE)
     group = meshes.data_group(meshes.make_mesh(1, 1), 0)
-    settings = Speculation(drafter="ngram")
-    drafter = bindings.bind_drafter(settings, None, decoder.target, Fused.of(group), "float32")
-    decoder = decoder._replace(drafter=drafter)
+    decoder = decoder._replace(drafter=bindings.ngram_drafter(group))
     texts = jnp.zeros((2, 8), jnp.int32)
     assert trace(decoder, weights.replace(drafter=()), texts) == STATELESS
 

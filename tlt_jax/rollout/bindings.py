@@ -45,26 +45,14 @@ def bind_drafters(
 
     An adaptive drafter that is not used yet, without its configuration, is n-grams alone.
     """
-    drafter = bind_drafter(speculation, config, target, fused, dtype)
-    if speculation.drafter != ADAPTIVE:
-        return drafter, {}
+    ngrams = NO_DRAFTER if speculation.drafter == NONE else ngram_drafter(fused.mesh)
+    named = {NGRAM: ngrams} if speculation.drafter == ADAPTIVE else {}
     if config is None:
-        return drafter, {NGRAM: drafter}
-    ngrams = ngram_drafter(fused.mesh)
-    return drafter, {NGRAM: ngrams, LEARNED: drafter, MERGED: merged_drafter(drafter, ngrams)}
-
-
-def bind_drafter(
-    speculation: Speculation,
-    config: DrafterConfig | None,
-    target: Target,
-    fused: Fused,
-    dtype: str,
-) -> Drafter:
-    """The drafter on one data group: the learned one when there is its configuration."""
-    if config is not None:
-        return learned_drafter(config, target, fused, dtype)
-    return NO_DRAFTER if speculation.drafter == NONE else ngram_drafter(fused.mesh)
+        return ngrams, named
+    learned = learned_drafter(config, target, fused, dtype)
+    if named:
+        named |= {LEARNED: learned, MERGED: merged_drafter(learned, ngrams)}
+    return learned, named
 
 
 def ngram_drafter(group_mesh: Mesh) -> Drafter:
