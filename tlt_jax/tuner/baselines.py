@@ -23,12 +23,9 @@ from tlt_jax.tuner.interface import (
     unchanged,
 )
 
-# The arms of the reference implementation of arXiv 2511.16665 and the smallest batch of each. Its
-# 8_4_8 is 7_4_8 here: 8 nodes, with the root, reach a depth of at most 7.
-PAPER_ARMS = ("8_4_48", "8_4_32", "8_4_16", "7_4_8")
+# Of the reference implementation of arXiv 2511.16665: the smallest batch of each arm, and BEG-MAB's defaults.
 THRESHOLDS = (1, 2, 5, 21)
-EXAMPLE_ARMS = ("2_2_4", "4_2_8", "6_4_16", "8_4_32", "8_4_48")
-EPSILON, WINDOW = 0.1, 300  # defaults of the paper's reference implementation
+EPSILON, WINDOW = 0.1, 300
 
 
 def parse_arms(strategies: Sequence[Strategy | str]) -> tuple[Strategy, ...]:
@@ -37,7 +34,7 @@ def parse_arms(strategies: Sequence[Strategy | str]) -> tuple[Strategy, ...]:
     Plain decoding is always an arm. Raises ValueError for an empty list or an impossible tree.
     """
     if not strategies:
-        raise ValueError(f"no strategies: give at least one, as in {EXAMPLE_ARMS[0]}")
+        raise ValueError("no strategies: give at least one, as in 3_1_4")
 
     parsed = [parse(one) if isinstance(one, str) else one for one in strategies]
     for one in parsed:
@@ -67,11 +64,6 @@ def strategies_for(buckets: dict[int, tuple[Strategy, ...]], batch: int) -> tupl
     Batches below the first bucket use the first bucket.
     """
     return buckets[max((start for start in buckets if start <= batch), default=min(buckets))]
-
-
-def affordable(strategies: Sequence[Strategy], batch: int, most: int) -> tuple[Strategy, ...]:
-    """The strategies that verify at most `most` nodes in total over `batch` rows."""
-    return tuple(one for one in strategies if one.nodes * batch <= most)
 
 
 def begin() -> State:

@@ -15,7 +15,7 @@ import numpy as np
 
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, PLAIN, Strategy, name
 from tlt_jax.tuner import acceptance, cost_model
-from tlt_jax.tuner.baselines import affordable, parse_arms
+from tlt_jax.tuner.baselines import parse_arms
 from tlt_jax.tuner.interface import (
     EXPLORATION_ROUNDS,
     MOST_ROUNDS,
@@ -68,8 +68,12 @@ def goodput(
 
     def usable(state: State, batch: int, fewest_live: int = 1) -> Sequence[Strategy]:
         known = acceptance.drafters(state["evidence"]) | state["estimates"].keys()
-        few = affordable(arms, batch, MOST_NODES)
-        return tuple(arm for arm in few if arm.drafter not in learning or arm.drafter in known)
+        return tuple(
+            arm
+            for arm in arms
+            if arm.nodes * batch <= MOST_NODES
+            and (arm.drafter not in learning or arm.drafter in known)
+        )
 
     def choose(
         state: State, live: int, batch: int, slots: int, compiled: Sequence[Strategy] = ()
@@ -83,7 +87,8 @@ def goodput(
             )
 
         state = refitted(state, node_cost, one_pass)
-        view = predict(state, candidates, batch, slots, one_pass)
+        cells = [Cell(batch, slots, arm) for arm in candidates]
+        view = Prediction(candidates, *predict(state, cells, one_pass))
         is_compiled = np.array([arm in available for arm in candidates])
         state, i, reason = decide(state, view, batch, is_compiled)
         is_exploring = name(view.arms[i]) != state["incumbents"][str(batch)]
@@ -93,7 +98,7 @@ def goodput(
 
     def speeds(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
         state = refitted(state, node_cost, one_pass) if state["cells"] else state
-        return predict_cells(state, cells, one_pass)
+        return predict(state, cells, one_pass)[:2]
 
     return Tuner(
         begin,
@@ -150,26 +155,9 @@ def refitted(state: State, node_cost: float, one_pass: cost_model.OnePass | None
 
 
 def predict(
-    state: State,
-    arms: tuple[Strategy, ...],
-    batch: int,
-    slots: int,
-    one_pass: cost_model.OnePass | None,
-) -> Prediction:
-    """Predictions for the arms: (accepted tokens + 1) / seconds per row, as logs."""
-    accepted, error = acceptance.estimate(
-        state["evidence"], state["clock"], batch, arms, state["estimates"]
-    )
-    targets = [Cell(batch, slots, arm) for arm in arms]
-    weights = state["law"]["weights"]
-    seconds, uncertainty = cost_model.predict(state["cells"], targets, weights, one_pass)
-    return Prediction(arms, np.log1p(accepted) - seconds, np.hypot(error, uncertainty), seconds)
-
-
-def predict_cells(
     state: State, cells: Sequence[Cell], one_pass: cost_model.OnePass | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Log tokens per second of one live row in each cell, and their standard errors."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Log tokens per second of one live row in each cell, their standard errors, and log seconds of a round."""
     weights = state["law"]["weights"] if state["law"] else None
     seconds, uncertainty = cost_model.predict(state["cells"], cells, weights, one_pass)
     accepted, error = np.zeros(len(cells)), np.zeros(len(cells))
@@ -181,7 +169,7 @@ def predict_cells(
         )
         places = [arms.index(cells[i].strategy) for i in here]
         accepted[here], error[here] = (values[places] for values in known)
-    return np.log1p(accepted) - seconds, np.hypot(error, uncertainty)
+    return np.log1p(accepted) - seconds, np.hypot(error, uncertainty), seconds
 
 
 def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...]) -> State:

@@ -83,34 +83,29 @@ def make_tuner(
     is_cpu: bool,
     one_pass: OnePass | None = None,
 ) -> Tuner:
-    """The tuner named by speculation.tuner; without arms, one that always decodes plainly.
+    """The tuner that speculation.tuner names; without arms, one that always decodes plainly.
 
-    `one_pass`: the draft of a learned drafter that does not run once a level.
+    `one_pass`: the draft of a learned drafter that does not run once a level. Raises ConfigError when the user's
+    module:function returns no Tuner.
     """
     if not arms:
         return baselines.fixed(OFF)
     kind, _, most = speculation.tuner.partition(":")
     if kind == "threshold" and (not most or most.isdecimal()):
         return baselines.threshold(arms, int(most or FEW))
-    if extension.is_own(speculation.tuner):
-        return own_tuner(speculation.tuner, arms)
-
-    makers = {
-        "fixed": lambda: baselines.fixed(arms[0]),
-        "beg_mab": lambda: baselines.beg_mab(arms),
-        "goodput": lambda: goodput.goodput(
+    if speculation.tuner == "fixed":
+        return baselines.fixed(arms[0])
+    if speculation.tuner == "beg_mab":
+        return baselines.beg_mab(arms)
+    if not extension.is_own(speculation.tuner):
+        return goodput.goodput(
             arms, node_cost=node_cost(is_cpu), learning=(LEARNED, MERGED), one_pass=one_pass
-        ),
-    }
-    return makers[speculation.tuner]()
-
-
-def own_tuner(name: str, arms: Sequence[Strategy]) -> Tuner:
-    """The tuner that the user's module:function returns for the arms. Raises ConfigError when it is no Tuner."""
-    found = extension.call("speculation.tuner", name, arms)
+        )
+    found = extension.call("speculation.tuner", speculation.tuner, arms)
     if not isinstance(found, Tuner):
         raise ConfigError(
-            f"speculation.tuner {name!r} gave a {type(found).__name__}: return a Tuner of tlt_jax/tuner/interface.py"
+            f"speculation.tuner {speculation.tuner!r} gave a {type(found).__name__}: return a Tuner of "
+            "tlt_jax/tuner/interface.py"
         )
     return found
 
