@@ -327,7 +327,7 @@ def contexts(
                 name: Needs(pool if jax.tree.leaves(one.host_context(1)) else no_context, one.catch_up is not None)
                 for name, one in {"": shapes.drafter, **shapes.drafters}.items()
             },
-            remembers=shapes.drafter.reads_history,
+            reads_history=shapes.drafter.reads_history,
         )
         for i, shapes in enumerate(programs.shapes)
     ]  # fmt: skip

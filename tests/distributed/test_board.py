@@ -562,11 +562,11 @@ def test_queues_give_no_prompt_beyond_their_bound_and_every_sample_below_it_once
                 which = order.randrange(3)
                 taken = queues[which].take(order.randrange(1, 8), held[which])
                 assert all(prompt < limit for prompt, _ in taken.samples)
-                assert not (taken.is_held and taken.is_exhausted)
+                assert not (taken.may_get_more and taken.is_exhausted)
                 found += taken.samples
                 held[which] |= {prompt for prompt, _ in taken.samples}
                 held[which] -= taken.started
-                is_last[which] = taken.is_held or taken.is_exhausted
+                is_last[which] = taken.may_get_more or taken.is_exhausted
                 assert taken.is_exhausted <= (limit == 9)
             assert sorted(found) == [(p, s) for p in range(limit) for s in range(3)]
 

@@ -104,7 +104,11 @@ def test_an_idle_group_holds_no_decoding_state_while_another_decodes():
         for group, state in rollout.states.items():
             assert rollout.is_idle(group) == state.is_released
             if rollout.is_idle(group):
-                assert state.device is None and not state.prefills and rollout.unawaited(group) == 0
+                assert (
+                    state.device is None
+                    and not state.prefills
+                    and rollout.states[group].unawaited == 0
+                )
         alone += sum(map(rollout.is_idle, rollout.states)) == 1
     assert alone > 0 and answers(rollout.result()) == expected
 

@@ -138,7 +138,7 @@ def test_without_a_compiled_alternative_the_rollout_waits(monkeypatch):
 def test_a_failed_compilation_is_raised_where_the_program_is_used(monkeypatch):
     programs = executables(1, V)
     programs.waits = False
-    monkeypatch.setattr(compilation, "compile_now", lambda *arguments: np.zeros(0)[1])
+    monkeypatch.setattr(programs, "make", lambda *arguments: np.zeros(0)[1])
     start = Start(StateShape(0, 2, 64))
     programs.prepare([start])
     while programs.compile_cost(start):

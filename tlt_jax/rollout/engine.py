@@ -185,7 +185,7 @@ class Engine(EngineBase):
     features, for harvesters. `lora`: the adapters of the policies that are published. Each process of a `job` has an engine
     for its `local_groups`; all of them call `publish` and `run` together. Ascending `batch_buckets` and `cache_buckets`: see
     EngineBase. Losing an engine costs compilations and speed.
-    Raises ConfigError when a data group lies on several processes.
+    Raises ConfigError when a data group lies on several processes, and for sequences that are too long for n-grams.
     """
 
     def __init__(
@@ -210,12 +210,21 @@ class Engine(EngineBase):
         self.captures_states = captures_states
         self.lora = low_rank.kept_apart(lora, config.model.compute_dtype)
         self.groups = [meshes.data_group(mesh, index) for index in range(mesh.shape["data"])]
-        self.local_groups = local_groups(mesh, self.job)
+        try:
+            self.local_groups = (
+                meshes.local_groups(mesh) if job.count > 1 else [*range(self.group_count)]
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         self.fused = self.checked_kernels()
         self.basis = tuner_basis(config, mesh, self.drafter_kind)
         self.ngram_memory = None
         if config.speculation.drafter in (NGRAM, ADAPTIVE):
-            self.ngram_memory = make_ngram_memory(config)
+            ngram_memory.check_longest(config.data.max_prompt_tokens + answer_limit(config))
+            # A deterministic rollout keeps nothing that a resumed run would lack.
+            is_whole = config.rollout.deterministic
+            capacity = math.inf if is_whole else ngram_memory.CAPACITY
+            self.ngram_memory = NGramMemory(ngram_memory.POOL, capacity, keeps_earlier=not is_whole)
 
         self.programs = Executables(self.shapes(drafter), log_compile, cache)
         dtype = config.model.compute_dtype
@@ -325,27 +334,6 @@ class Engine(EngineBase):
             capacity=min(self.capacity, self.share(len(tokens), samples)),
             rollouts_left=rollouts_left,
         )
-
-
-def local_groups(mesh: Mesh, job: Job) -> list[int]:
-    """The data groups of this process. Raises ConfigError when a group lies on several processes."""
-    if job.count == 1:
-        return [*range(mesh.shape["data"])]
-    try:
-        return meshes.local_groups(mesh)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def make_ngram_memory(config: Config) -> NGramMemory:
-    """The memory of an engine's n-grams; a deterministic rollout keeps nothing that a resumed run would lack.
-
-    Raises ConfigError for sequences that are too long to search.
-    """
-    is_deterministic = config.rollout.deterministic
-    ngram_memory.check_longest(config.data.max_prompt_tokens + answer_limit(config))
-    capacity = math.inf if is_deterministic else ngram_memory.CAPACITY
-    return NGramMemory(ngram_memory.POOL, capacity, keeps_earlier=not is_deterministic)
 
 
 def tuner_basis(config: Config, mesh: Mesh, drafter_kind: str) -> dict[str, Any]:

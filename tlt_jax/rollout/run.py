@@ -66,44 +66,30 @@ class RolloutRun:
                 selection, len(request.prompts), request.samples, engine.cost_table is not None,
                 job.board, self.scope, job.index, job.count,
             )  # fmt: skip
-        self.planners, self.queues = self.make_planners(), self.make_queues()
         if engine.ngram_memory:
             engine.ngram_memory.begin(request.prompts, request.samples)
         self.contexts = self.make_contexts(weights, harvesters)
-
-    def make_planners(self) -> dict[int, Planner]:
-        """The planner of each local group."""
-        engine, request = self.engine, self.request
-        payback = engine.payback[request.params]
-        expected = self.selecting.bound if self.selecting else len(request.prompts)
-        payback.begin(request.rollouts_left, expected * request.samples)
-        make = partial(make_planner, engine, request, self.tuner, payback)
-        if engine.cost_table:
-            return {index: make() for index in engine.local_groups}
-        return dict.fromkeys(engine.local_groups, make())
-
-    def make_queues(self) -> dict[int, WorkQueue | DealtQueue]:
-        """The queue that each local group takes samples from."""
-        engine, selecting = self.engine, self.selecting
-        bound = (lambda: selecting.bound) if selecting else None
-        sizes = len(self.request.prompts), self.request.samples, bound
-        if engine.cost_table:
-            return {
-                index: DealtQueue(index, len(engine.groups), *sizes)
-                for index in engine.local_groups
-            }
-        shared = WorkQueue(engine.job.board, self.scope, *sizes)
-        return dict.fromkeys(engine.local_groups, shared)
 
     def make_contexts(
         self, weights: Mapping[int, Weights], harvesters: Mapping[int, Harvester] | None
     ) -> list[GroupContext]:
         """What does not change of each local group while the rollout runs."""
-        engine, remembers = self.engine, self.engine.programs.shapes[0].drafter.reads_history
+        engine, request, selecting = self.engine, self.request, self.selecting
+        payback, prompts = engine.payback[request.params], len(request.prompts)
+        expected = selecting.bound if selecting else prompts
+        payback.begin(request.rollouts_left, expected * request.samples)
+        planner = partial(make_planner, engine, request, self.tuner, payback)
+        sizes = prompts, request.samples, (lambda: selecting.bound) if selecting else None
+        if engine.cost_table:
+            count = len(engine.groups)
+            parts = {i: (DealtQueue(i, count, *sizes), planner()) for i in engine.local_groups}
+        else:
+            shared = WorkQueue(engine.job.board, self.scope, *sizes), planner()
+            parts = dict.fromkeys(engine.local_groups, shared)
         return [
             GroupContext(
-                index, engine.programs, weights[index], self.request, self.queues[index], self.planners[index],
-                needs(engine), remembers, harvesters[index] if harvesters else None,
+                index, engine.programs, weights[index], request, *parts[index], needs(engine),
+                engine.programs.shapes[0].drafter.reads_history, harvesters[index] if harvesters else None,
                 engine.cost_table is not None,
             )
             for index in engine.local_groups
@@ -184,7 +170,7 @@ class RolloutRun:
         if engine.cost_table:
             return learned(engine.tuner, tuner, result.measurements, engine.cost_table)
         if engine.job.count == 1:
-            return self.planners[engine.local_groups[0]].state
+            return self.contexts[0].planner.state
         for measurement in result.measurements:  # all learn the same, in the same order
             tuner = engine.tuner.observe(tuner, measurement)
         return tuner

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -194,10 +194,17 @@ class Executables:
 
     def store(self, program: Program, result: CompileResult, seconds: float) -> None:
         """Stores and logs an executable; drops the least recently used one beyond MAX_PROGRAMS."""
-        entry = compile_record(
-            program, result.seconds or seconds, result.executable.memory_analysis()
+        memory = result.executable.memory_analysis()
+        entry = Compiled(
+            program,
+            result.seconds or seconds,
+            memory.argument_size_in_bytes,
+            memory.output_size_in_bytes,
+            memory.alias_size_in_bytes,
+            memory.temp_size_in_bytes,
+            memory.generated_code_size_in_bytes,
+            result.is_loaded,
         )
-        entry = replace(entry, is_loaded=result.is_loaded)
         self.compiles.append(entry)
         self.log(entry)
         if not result.is_loaded:
@@ -241,7 +248,7 @@ class Executables:
             return CompileResult(executable, data, is_loaded=True, earlier=earlier)
         thread = threading.get_ident()
         hits, begin = len(CACHE_HITS), time.perf_counter()
-        executable, data = compile_now(lowered, self.options), None
+        executable, data = lowered.compile(compiler_options=self.options or None), None
         seconds = time.perf_counter() - begin
         if saved := [one for where, one in CACHE_HITS[hits:] if where == thread]:
             return CompileResult(executable, is_loaded=True, earlier=seconds + sum(saved))
@@ -377,11 +384,6 @@ def sizes_of(shapes: GroupShapes) -> str:
     return digest(dict(shapes.mesh.shape), [(leaf.shape, str(leaf.dtype)) for leaf in leaves])
 
 
-def compile_now(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.stages.Compiled:
-    """Compiles a lowered program."""
-    return lowered.compile(compiler_options=dict(options) or None)
-
-
 # Of JAX's cache hits, whose executables cannot be serialized again: the thread, and the seconds of compiling that it saved.
 CACHE_HITS: list[tuple[int, float]] = []
 
@@ -393,19 +395,6 @@ def note_cache_hit(event: str, seconds: float, **_: Any) -> None:
 
 
 jax.monitoring.register_event_duration_secs_listener(note_cache_hit)
-
-
-def compile_record(program: Program, seconds: float, memory: Any) -> Compiled:
-    """The log entry of a compilation."""
-    return Compiled(
-        program,
-        seconds,
-        memory.argument_size_in_bytes,
-        memory.output_size_in_bytes,
-        memory.alias_size_in_bytes,
-        memory.temp_size_in_bytes,
-        memory.generated_code_size_in_bytes,
-    )
 
 
 def log_compile(compiled: Compiled) -> None:

@@ -283,12 +283,12 @@ def of_group(program: Program, group: int) -> Program:
     return replace(program, **moved)
 
 
-def history_width(width: int, remembers: bool) -> int:
+def history_width(width: int, reads_history: bool) -> int:
     """Tokens of a prompt that an admission from a prefill of this width copies to the history.
 
     All of them, or none when the drafter reads no history.
     """
-    return width + 1 if remembers else 0
+    return width + 1 if reads_history else 0
 
 
 def prefill(

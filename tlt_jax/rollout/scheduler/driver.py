@@ -89,10 +89,6 @@ class LocalGroups:
         """All groups of this process are idle."""
         return all(state.is_released for state in self.states.values())
 
-    def unawaited(self, group: int) -> int:
-        """The number of a group's dispatched programs that may still run, idle work not included."""
-        return self.states[group].unawaited
-
     def stop(self) -> None:
         """Takes no new decisions; a group goes idle once its chunks in flight are read."""
         self.is_stopping = True

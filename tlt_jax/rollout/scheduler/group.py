@@ -36,13 +36,11 @@ from tlt_jax.rollout.scheduler.state import (
     GroupContext,
     GroupState,
     GroupView,
-    Harvester,
     InFlight,
     Joining,
     Prefilled,
     Running,
     Window,
-    parked,
     queued,
 )
 from tlt_jax.spec_decode.decode import Report
@@ -98,8 +96,9 @@ def advance(
         released = GroupState(dispatched=state.dispatched, retired=state.retired)
         state = replace(released, is_exhausted=True, is_released=True)
         events.append(WentIdle())
-    elif state.is_waiting and state.device is not None:
-        state = parked(state)
+    elif state.is_waiting and state.device is not None:  # as at the start, but for its counts
+        counts = {name: getattr(state, name) for name in ("dispatched", "retired", "finished")}
+        state = GroupState(**counts, may_get_more=True, is_blocked=True)
     return state, events
 
 
@@ -113,22 +112,28 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
     flight, *flights = state.flights
     state = state.replace(flights=tuple(flights))
     if flight.report is None:
-        return state, [Retired(flight.number, flight.kind), *harvested(flight)]
+        events = [Retired(flight.number, flight.kind)]
+        if flight.values is not None:
+            windows = tuple((window.uid, window.start) for window in flight.windows)
+            events.append(Harvested(windows, flight.values, flight.marker))
+        return state, events
 
     report = context.programs.read(flight.report)
     tokens, rounds = int(report.counts.sum()), int(report.rounds)
     is_first = rounds > 0 and context.programs.is_first_run(flight.program)
     is_untimed = is_first or flight.compiling_alongside or context.programs.compiling_alongside
-    events: list[Event] = [
-        Retired(flight.number, flight.kind, rounds, tokens, report.stats, is_untimed)
-    ]
-
+    events = [Retired(flight.number, flight.kind, rounds, tokens, report.stats, is_untimed)]
     news = emitted(flight.rows, report) if rounds else {}
     events += news.values()
     if context.harvester:
         ends = ended(state.rows, news)
         events += ends
-        state = state.replace(windows=(*state.windows, *wanted(context.harvester, ends)))
+        windows = [
+            Window(end.uid, end.row, start)
+            for end in ends
+            for start in context.harvester.wanted(end.uid, end.length)
+        ]
+        state = state.replace(windows=(*state.windows, *windows))
     if not news:
         return state.replace(retired=state.retired + 1), events
 
@@ -189,7 +194,7 @@ def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
         rounds=request.rounds,
         batch=state.batch,
         slots=state.slots,
-        waiting=not (state.is_exhausted or state.is_held),
+        waiting=not (state.is_exhausted or state.may_get_more),
         sources=tuple(sorted({source.sizes for source in sources})),
         finished=state.finished,
     )
@@ -228,12 +233,16 @@ def take(context: GroupContext, state: GroupState) -> tuple[GroupState, list[tup
     Where programs are read in order, a group to which the queue gave nothing asks again once it has nothing left: when
     the queue gives more depends on a clock, and the shapes that the group has then do not.
     """
-    if state.is_exhausted or (context.is_in_order and state.is_held and state.device is not None):
+    if state.is_exhausted or (
+        context.is_in_order and state.may_get_more and state.device is not None
+    ):
         return state, []
     free = context.request.capacity - sum(running is not None for running in state.rows)
     taken = context.queue.take(free, [prompt for one in state.prefills for prompt in one.rows])
     started = state.started | taken.started
-    state = state.replace(started=started, is_exhausted=taken.is_exhausted, is_held=taken.is_held)
+    state = state.replace(
+        started=started, is_exhausted=taken.is_exhausted, may_get_more=taken.may_get_more
+    )
     return state, taken.samples
 
 
@@ -326,7 +335,7 @@ def admission(
 ) -> Admission:
     """The host arrays that put sequences into their rows; unused entries have row numbers past the last row."""
     request, size = context.request, admission_size(state.batch)
-    width = history_width(source.sizes[1], context.remembers)
+    width = history_width(source.sizes[1], context.reads_history)
     small = {field: np.zeros(size, np.int32) for field in ("source", "roots", "lengths", "limits")}
     keys, history = np.zeros((size, 2), np.uint32), np.zeros((size, width), np.int32)
     rows = state.batch + np.arange(size, dtype=np.int32)
@@ -386,15 +395,6 @@ def ended(rows: Sequence[Running | None], news: Mapping[int, Emitted]) -> list[E
     ]
 
 
-def wanted(harvester: Harvester, ends: Iterable[Ended]) -> list[Window]:
-    """The windows that the harvester wants of these ended sequences."""
-    return [
-        Window(end.uid, end.row, start)
-        for end in ends
-        for start in harvester.wanted(end.uid, end.length)
-    ]
-
-
 def harvest(
     context: GroupContext, state: GroupState, shape: StateShape
 ) -> tuple[GroupState, list[Event]]:
@@ -421,14 +421,6 @@ def harvest(
     flight = InFlight(state.dispatched, "harvest", marker, windows=now, values=values)
     event = Dispatched(flight.number, "harvest", state.batch, state.slots)
     return queued(state.replace(windows=later), flight), [event]
-
-
-def harvested(flight: InFlight) -> list[Event]:
-    """The event of a finished harvest; none for other programs."""
-    if flight.values is None:
-        return []
-    windows = tuple((window.uid, window.start) for window in flight.windows)
-    return [Harvested(windows, flight.values, flight.marker)]
 
 
 def shape_of(context: GroupContext, sizes: GroupState | Decision | GroupView) -> StateShape:

@@ -14,13 +14,13 @@ from tlt_jax.distributed.board import Board
 class Taken(NamedTuple):
     """(prompt, sample) for a group's free rows; prompts whose samples are all started; whether the queue is empty.
 
-    `is_held`: it gives nothing now, and may give more later.
+    `may_get_more`: it gives nothing now, and may give more later.
     """
 
     samples: list[tuple[int, int]]
     started: frozenset[int]
     is_exhausted: bool
-    is_held: bool = False
+    may_get_more: bool = False
 
 
 class WorkQueue:

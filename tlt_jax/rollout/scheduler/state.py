@@ -85,7 +85,7 @@ class Needs:
 class GroupContext:
     """The constant inputs of a group in a rollout.
 
-    `needs`: needs of the drafters, by their names in strategies; `remembers`: whether any drafter reads the history.
+    `needs`: needs of the drafters, by their names in strategies; `reads_history`: whether any drafter reads the history.
     Without a `harvester` nothing is copied out of the decoding state. `is_in_order`: programs are read in a fixed order,
     so that the inputs of each decision depend on no clock.
     """
@@ -97,7 +97,7 @@ class GroupContext:
     queue: WorkQueue | DealtQueue
     planner: Planner
     needs: Mapping[str, Needs] = field(default_factory=lambda: {"": Needs()})
-    remembers: bool = False
+    reads_history: bool = False
     harvester: Harvester | None = None
     is_in_order: bool = False
 
@@ -179,7 +179,7 @@ class GroupState:
     retired: int = 0
     started: frozenset[int] = frozenset()
     is_exhausted: bool = False
-    is_held: bool = False  # the queue gave nothing when asked last, and may give more
+    may_get_more: bool = False  # the queue gave nothing when asked last, and may give more
     drafter_lag: int = 0
     unmarked: int = 0
     finished: int = 0  # sequences that this group has finished
@@ -206,7 +206,7 @@ class GroupState:
     @property
     def is_waiting(self) -> bool:
         """As `is_idle`, but the queue may give more later."""
-        return self.is_held and not (self.is_busy or any(self.rows))
+        return self.may_get_more and not (self.is_busy or any(self.rows))
 
     @property
     def is_busy(self) -> bool:
@@ -219,15 +219,4 @@ def queued(state: GroupState, flight: InFlight) -> GroupState:
     flight = replace(flight, programs=1 + state.unmarked)
     return state.replace(
         flights=(*state.flights, flight), dispatched=state.dispatched + 1, unmarked=0
-    )
-
-
-def parked(state: GroupState) -> GroupState:
-    """The state of a group without sequences, which may get more: as at the start, without its memory on the device."""
-    return GroupState(
-        dispatched=state.dispatched,
-        retired=state.retired,
-        finished=state.finished,
-        is_held=True,
-        is_blocked=True,
     )
