@@ -1,27 +1,18 @@
-"""The engine on a tiny policy: its rollouts are exact in float64; the costs of its programs."""
+"""The engine on a tiny policy: limits, rows that are not live, programs, weights, and what it refuses."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 from dataclasses import replace
 
-import identity
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pairwise import marked
 from tiny_engine import (
     CACHE,
-    COLD,
-    GREEDY,
     LIMIT,
-    LONG,
-    LONG_LIMIT,
-    LONG_PROMPTS,
-    LONG_STOPS,
     MODEL,
     NUCLEUS,
     PLAIN,
@@ -41,197 +32,33 @@ from tlt_jax.config.schema import Data, Rollout, Speculation
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, Interrupted
-from tlt_jax.keys import EVAL_STREAM, TRAIN_STREAM, sequence_keys
-from tlt_jax.models import architecture, transformer
+from tlt_jax.keys import EVAL_STREAM, TRAIN_STREAM
 from tlt_jax.rollout import ngram_memory
 from tlt_jax.rollout.bindings import SCRATCH_SLOTS
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import Decode, Start, StateShape
 from tlt_jax.rollout.ngram_memory import NGramMemory
 from tlt_jax.rollout.request import doubling
-from tlt_jax.spec_decode.interface import DecodingParams, Sampling
+from tlt_jax.spec_decode.interface import DecodingParams
 from tlt_jax.train.run_state import resumed_tuner
 
-FACTORS = ("data", "model", "slots", "batches", "chunk", "setting")
-CASES = [  # every pair of values of these factors occurs; cache buckets and look-ahead come along
-    (1, 1, 0, "one", 16, PLAIN, [], 2), (1, 2, 1, "one", 3, COLD, [32], 2), (1, 1, 5, "two", 1, NUCLEUS, [20, 32], 1),
-    (1, 2, 5, "one", 16, GREEDY, [21, 32], 2), (2, 1, 1, "all", 1, PLAIN, [32], 1), (2, 2, 0, "two", 16, COLD, [32], 2),
-    (2, 1, 5, "all", 3, NUCLEUS, [20, 25, 32], 2), (2, 2, 0, "one", 1, GREEDY, [32], 1), (4, 2, 5, "one", 3, PLAIN, [32], 2),
-    (4, 1, 1, "one", 16, NUCLEUS, [32], 1), (4, 1, 5, "all", 1, COLD, [32], 2), (4, 2, 0, "two", 3, GREEDY, [32], 1),
-    (1, 2, 0, "all", 16, NUCLEUS, [32], 1), (1, 1, 1, "two", 3, PLAIN, [32], 1), (1, 1, 1, "all", 3, GREEDY, [32], 2),
-]  # fmt: skip
 
-
-def test_the_cases_cover_every_pair_of_factors():
-    for a, b in itertools.combinations(range(len(FACTORS)), 2):
-        seen = {(case[a], case[b]) for case in CASES}
-        wanted = set(itertools.product({case[a] for case in CASES}, {case[b] for case in CASES}))
-        assert seen == wanted, f"{FACTORS[a]}, {FACTORS[b]}: {wanted - seen}"
-
-
-# Every mesh, every value of every factor and three of four pairs; the rest is `-m matrix`.
-GATE = (2, 4, 5, 7, 8, 9, 12, 14)
-
-
-def test_the_gate_has_every_mesh_and_every_value_of_every_factor():
-    assert {CASES[place][:2] for place in GATE} == {case[:2] for case in CASES}
-    values = [[case[place] for case in CASES] for place in range(len(FACTORS))]
-    for name, all_values in zip(FACTORS, values, strict=True):
-        assert {all_values[place] for place in GATE} == set(all_values), name
-
-
-@pytest.mark.parametrize(
-    "data, model, slots, batches, chunk, setting, caches, in_flight",
-    marked([(case, place in GATE) for place, case in enumerate(CASES)]),
-)
-def test_tokens_depend_only_on_weights_prompt_and_seed(
-    x64, data, model, slots, batches, chunk, setting, caches, in_flight
-):
-    most = slots or -(-len(PROMPTS) // data) * SAMPLES
-    buckets = {"one": [most], "two": [min(2, most), most], "all": []}[batches]
-    engine = engine_of(
-        data,
-        model,
-        slots=slots,
-        batch_buckets=sorted(set(buckets)),
-        cache_buckets=caches,
-        chunk=chunk,
-    )
-    result = play(engine, setting, in_flight=in_flight)
-    expected, logprobs = reference(setting)
-    assert answers(result) == expected
-    for one, logp in zip(result.completions, logprobs, strict=True):
-        np.testing.assert_allclose(one.logprobs, logp, atol=1e-9)
-    assert {one.finish for one in result.completions} <= {"stop", "length"}
-
-
-@pytest.mark.parametrize(
-    ("setting", "shape"),
-    [
-        (PLAIN, {"slots": 0, "batch_buckets": [12], "chunk": 16}),
-        (
-            NUCLEUS,
-            {"data": 2, "slots": 5, "batch_buckets": [], "cache_buckets": [20, 25, 32], "chunk": 3},
-        ),
-    ],
-)
-def test_a_limit_per_prompt_cuts_the_answers_of_a_common_limit(x64, setting, shape):
-    limits = [3, LIMIT, 1, 7]
+def test_a_limit_per_prompt_cuts_the_answers_of_a_common_limit(x64):
+    setting, limits = NUCLEUS, [3, LIMIT, 1, 7]
     whole = [
         (uid, tokens, finish, limits[uid // SAMPLES])
         for uid, tokens, finish in reference(setting)[0]
     ]
     assert {len(tokens) > limit for _, tokens, _, limit in whole} == {True, False}
-    result = play(engine_of(**shape), setting, limits=limits)
+    result = play(
+        engine_of(2, slots=5, cache_buckets=[20, 25, 32], chunk=3), setting, limits=limits
+    )
     assert answers(result) == [
         (uid, tokens[:limit], finish if len(tokens) <= limit else "length")
         for uid, tokens, finish, limit in whole
     ]
     for one, logp in zip(result.completions, reference(setting)[1], strict=True):
         np.testing.assert_allclose(one.logprobs, logp[: len(one.tokens)], atol=1e-9)
-
-
-SHAPES = [  # they differ in all that may not matter; the first refills rows and moves a nearly full cache to a longer one
-    {"slots": 48, "batch_buckets": [48], "cache_buckets": [64, 220], "chunk": 3},
-    {
-        "data": 2,
-        "model": 2,
-        "slots": 64,
-        "batch_buckets": [64],
-        "cache_buckets": [220],
-        "chunk": 16,
-    },
-]
-
-
-def placed(params: architecture.Params, engine: Engine) -> architecture.Params:
-    """The same weights on another mesh, where the vocabulary may be padded; cheaper than drawing them anew."""
-
-    def place(leaf: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
-        more = [(0, wanted - size) for wanted, size in zip(target.shape, leaf.shape, strict=True)]
-        return jax.device_put(np.pad(leaf, more), target.sharding)
-
-    return jax.tree.map(
-        place, params, architecture.abstract(engine.model_config, engine.mesh, "train", "float32")
-    )
-
-
-@pytest.fixture(scope="module")
-def long_rollouts():
-    """setting -> reference of many long answers in float32, and their rollouts by engines of different shapes."""
-    engines = [
-        engine_of(dtype="float32", policy=LONG, max_new_tokens=LONG_LIMIT, **shape)
-        for shape in SHAPES
-    ]
-    params = params_of(engines[0])
-    weights = [engine.publish(placed(params, engine)) for engine in engines]
-    score = identity.policy(params, LONG)
-    keys = sequence_keys(0, TRAIN_STREAM, 0, np.arange(2 * len(LONG_PROMPTS)))
-
-    def rollouts(setting: Sampling):
-        law = identity.Law(
-            score,
-            LONG_PROMPTS,
-            [LONG_LIMIT] * len(LONG_PROMPTS),
-            keys,
-            setting,
-            LONG.eos_ids,
-            LONG_STOPS,
-        )
-        return law, [
-            roll_out(
-                engine,
-                parts,
-                LONG_PROMPTS,
-                2,
-                setting,
-                LONG_LIMIT,
-                stream=TRAIN_STREAM,
-                step=0,
-                stops=LONG_STOPS,
-                in_flight=in_flight,
-            ).completions
-            for engine, parts, in_flight in zip(engines, weights, (1, 2), strict=True)
-        ]
-
-    return rollouts
-
-
-@pytest.mark.parametrize(
-    "setting", [PLAIN, pytest.param(COLD, marks=pytest.mark.matrix), NUCLEUS, GREEDY]
-)
-def test_float32_rollouts_of_any_shape_are_equal_except_for_rare_near_ties(setting, long_rollouts):
-    law, rollouts = long_rollouts(setting)
-    verdict = identity.compare(law, *rollouts)
-    assert verdict.is_same, str(verdict)
-    assert verdict.tokens >= identity.RARE, "fewer tokens would not show how rare the near ties are"
-
-
-def test_float32_logprobs_equal_a_fresh_forward():
-    engine = engine_of(dtype="float32")
-    params = params_of(engine)
-    result = roll_out(
-        engine,
-        engine.publish(params),
-        PROMPTS,
-        SAMPLES,
-        Sampling(0.8, 9, 0.9),
-        LIMIT,
-        stream=TRAIN_STREAM,
-        step=1,
-    )
-    rows, segments = np.zeros((2, len(result.completions), 32), np.int32)
-    for row, segment, one in zip(rows, segments, result.completions, strict=True):
-        whole = np.concatenate([np.asarray(PROMPTS[one.prompt]), one.tokens])
-        row[: len(whole)], segment[: len(whole)] = whole, 1
-    positions = np.broadcast_to(np.arange(32), rows.shape)
-    x, _ = transformer.hidden(
-        params, MODEL, *map(jnp.asarray, (rows, positions, segments)), compute_dtype="float32"
-    )
-    logp = np.asarray(jax.nn.log_softmax(transformer.logits(params, MODEL, x) / 0.8))
-    for row, one in zip(logp, result.completions, strict=True):
-        at = len(PROMPTS[one.prompt]) - 1 + np.arange(len(one.tokens))
-        np.testing.assert_allclose(one.logprobs, row[at, one.tokens], atol=1e-4)
 
 
 def test_rows_that_are_not_live_change_nothing(x64):
@@ -362,10 +189,6 @@ def test_earlier_texts_are_gathered_only_for_chunks_that_draft(monkeypatch, x64)
     ("change", "reason"),
     [
         ({"strategies": ["2_2_4", "1_1_2"]}, "of another speculation.strategies"),
-        (
-            {"tuner": "beg_mab"},
-            "of another speculation.tuner",
-        ),
         ("devices", "of another devices"),
         ("version", "of another version"),
         ("absence", "not in the checkpoint"),

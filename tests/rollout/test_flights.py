@@ -106,9 +106,3 @@ def test_few_programs_of_a_group_are_un_awaited(monkeypatch, groups, strategy):
 def test_as_few_chunks_are_un_awaited_as_the_request_allows(monkeypatch):
     """Two chunks, and before them the start, and the prefill and admission of the joining samples."""
     assert held(monkeypatch, 1, PLAIN, 2)[0] == [2 + 3]
-
-
-def test_ignoring_the_bound_is_detected(monkeypatch):
-    bound = machine.MAX_UNAWAITED
-    monkeypatch.setattr(machine, "MAX_UNAWAITED", 1 << 30)
-    assert held(monkeypatch, 1, PLAIN, FAR)[0][0] > bound

@@ -1,4 +1,4 @@
-"""The harvest of a tiny policy: the features and states of a fresh forward."""
+"""The harvest of a tiny policy, and what a replay buffer draws from it: the features and states of a fresh forward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 import test_speculation as drafting
 import tiny_engine as tiny
 
+from tlt_jax.data.packing import PackedRows
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.drafter.replay import Replay, ReplayConfig
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.models import architecture, drafter as drafters, transformer
 from tlt_jax.plan import programs as planned_programs
@@ -27,7 +29,7 @@ from tlt_jax.rollout.executables.programs import (
     Start,
     StateShape,
 )
-from tlt_jax.rollout.recorder import Ended, Harvested
+from tlt_jax.rollout.recorder import Harvested
 from tlt_jax.spec_decode.interface import DecodingParams
 from tlt_jax.spec_decode.strategy import Strategy
 
@@ -56,15 +58,16 @@ def engine_of(kind: str, data: int, model: int, captures_states: bool) -> tuple[
     return engine, engine.publish(tiny.params_of(engine))
 
 
-def roll_out(engine: Engine, weights: list, **rest):
-    """A rollout and its events."""
+def roll_out(engine: Engine, weights: list, harvesters: list, replays: list):
+    """A rollout and its events, which the replay buffers hear too."""
     prompts = [np.asarray(prompt, np.int32) for prompt in tiny.PROMPTS]
-    request = engine.request(
-        prompts, tiny.SAMPLES, tiny.PLAIN, tiny.LIMIT, stream=TRAIN_STREAM, step=0
-    )
+    shape = tiny.SAMPLES, tiny.PLAIN, tiny.LIMIT
+    request = engine.request(prompts, *shape, stream=TRAIN_STREAM, step=0)
+    for replay in replays:
+        replay.begin(0, request)
     events = []
-    listen = lambda look: events.extend(look.events)  # noqa: E731
-    return engine.run(request, weights, listeners=[listen], **rest)[0], events
+    listeners = [lambda look: events.extend(look.events), *(replay.listen for replay in replays)]
+    return engine.run(request, weights, harvesters=harvesters, listeners=listeners)[0], events
 
 
 @cache
@@ -89,11 +92,15 @@ def captures(kind: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("kind, data, model", [
-    ("eagle3", 1, 2), ("eagle", 1, 1), ("none", 2, 1),
+    ("eagle3", 1, 2), ("eagle", 2, 1), ("none", 2, 1),
 ])  # fmt: skip
-def test_harvested_features_and_states_are_those_of_a_fresh_forward(x64, kind, data, model):
+def test_harvested_and_drawn_features_and_states_are_those_of_a_fresh_forward(
+    x64, kind, data, model
+):
     engine, weights = engine_of(kind, data, model, captures_states=True)
-    result, events = roll_out(engine, weights, harvesters=[Ends()] * len(engine.groups))
+    config, groups = ReplayConfig(WIDTH, 10**6), engine.groups if kind != "none" else []
+    replays = [Replay(config, group, mesh) for group, mesh in enumerate(groups)]
+    result, events = roll_out(engine, weights, replays or [Ends()] * data, replays)
     texts = {
         one.uid: (*tiny.PROMPTS[one.prompt], *one.tokens.tolist()) for one in result.completions
     }
@@ -115,6 +122,29 @@ def test_harvested_features_and_states_are_those_of_a_fresh_forward(x64, kind, d
             found = (event.values.features if kind == "eagle" else event.values.states)[row]
             np.testing.assert_allclose(found[: stop - start], states[uid, start:stop], atol=1e-9)
     assert seen == set(texts) and np.ptp(states) > 1
+    uids = [uid for replay in replays for uid in {window.uid for window in replay.held}]
+    assert sorted(uids) == (sorted(texts) if replays else []), "each in its own group"
+    for replay in replays:
+        assert not replay.awaited and not replay.parts
+        check_drawn(replay.sample(0, 32), replay.mesh, texts, states, features)
+
+
+def check_drawn(batch: PackedRows, mesh: jax.sharding.Mesh, texts: dict, states, features) -> None:
+    """Checks that drawn parts of texts have the features and states of a fresh forward, on this mesh."""
+    assert batch.features.sharding.device_set == set(mesh.devices.flat)
+    for row, segments in enumerate(np.asarray(batch.segments)):
+        for segment in range(1, segments.max() + 1):
+            here = row, segments == segment
+            positions = np.asarray(batch.positions[here])
+            tokens = tuple(np.asarray(batch.tokens[here]).tolist())
+            matches = [
+                uid
+                for uid, text in texts.items()
+                if text[positions[0] : positions[-1] + 1] == tokens
+                and np.allclose(batch.features[here], features[uid, positions], atol=1e-9)
+            ]
+            assert matches, "the tokens and their features"
+            np.testing.assert_allclose(batch.states[here], states[matches[0], positions], atol=1e-9)
 
 
 def texts_of(kind: str, captures_states: bool) -> dict[str, str]:
@@ -143,21 +173,6 @@ def test_only_an_engine_that_captures_states_has_them_in_its_programs(x64, kind)
     leaf = f"tensor<5x40x{tiny.MODEL.hidden_size}xf64>"
     assert not any(leaf in text for text in off.values())
     assert all(leaf in text for name, text in on.items() if not name.startswith("prefill"))
-
-
-def test_a_harvester_adds_programs_and_events_with_features_only(x64):
-    engine, weights = engine_of("eagle3", 1, 1, captures_states=False)
-    result, events = roll_out(engine, weights)
-    before = dict(engine.programs.executables)
-    assert not any(isinstance(event, Ended | Harvested) for event in events)
-    assert not any(isinstance(program, Harvest) for program in before)
-    again, events = roll_out(engine, weights, harvesters=[Ends()] * len(engine.groups))
-    assert tiny.answers(again) == tiny.answers(result)
-    harvests = [event for event in events if isinstance(event, Harvested)]
-    assert sum(len(event.windows) for event in harvests) == len(result.completions)
-    assert all(event.values.states is None for event in harvests), "no states are captured"
-    more = set(engine.programs.executables) - set(before)
-    assert {type(program) for program in more} >= {Harvest}
 
 
 def test_the_largest_harvest_is_planned_when_there_is_a_harvester(x64):

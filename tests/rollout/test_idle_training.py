@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-import test_engine as tiny
 import test_harvest_engine as harvests
+import tiny_engine as tiny
 
 from tlt_jax.drafter import (
     idle_training as idle,
@@ -81,6 +81,16 @@ class Setting:
             self.metrics.append(metrics)
 
 
+@pytest.fixture(scope="module")
+def setting() -> Setting:
+    """After two steps, the second of which trained."""
+    with jax.enable_x64(True):
+        found = Setting(least=2)
+        found.step()
+        found.step()
+    return found
+
+
 def same(one, other) -> bool:
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
@@ -97,12 +107,14 @@ def same(one, other) -> bool:
     ],
 )
 def test_the_drafter_learns_and_no_answer_changes(kind, data, model):
-    setting, plain = Setting(kind, data, model), Setting(kind, data, model)
+    setting = Setting(kind, data, model)
     before = jax.device_get(setting.state)
     for _ in range(3):
+        setting.step(trains=False)
+    plain, setting.results = setting.results, []
+    for _ in range(3):
         setting.step()
-        plain.step(trains=False)
-    for one, other in zip(setting.results, plain.results, strict=True):
+    for one, other in zip(setting.results, plain, strict=True):
         assert tiny.answers(one) == tiny.answers(other)
         for a, b in zip(one.completions, other.completions, strict=True):
             np.testing.assert_array_equal(a.logprobs, b.logprobs)
@@ -118,10 +130,7 @@ def test_the_drafter_learns_and_no_answer_changes(kind, data, model):
     assert setting.results[1].stats["idle_delay"] >= 0 and "harvest" in spans
 
 
-def test_a_micro_step_updates_only_its_groups_copy_and_measures_without_learning():
-    setting = Setting("eagle3", 2, 1)
-    setting.step()
-    setting.step()
+def test_a_micro_step_updates_only_its_groups_copy_and_measures_without_learning(setting):
     trainer, state = setting.trainer, setting.state
     batch = trainer.replays[1].sample(0, idle.FIRST_TOKENS)
     rate = ADAM.learning_rate * (idle.FIRST_TOKENS / 2048) ** 0.5
@@ -139,8 +148,7 @@ def test_a_micro_step_updates_only_its_groups_copy_and_measures_without_learning
             np.testing.assert_allclose(np.asarray(a)[0], np.asarray(b), rtol=1e-7, atol=1e-12)
 
 
-def test_the_expected_compile_time_of_a_micro_step_grows_with_its_unrolled_steps():
-    setting = Setting()
+def test_the_expected_compile_time_of_a_micro_step_grows_with_its_unrolled_steps(setting):
     known, piece = compilation.CompileCosts(), setting.trainer.piece(0, 256)
     known.note(Decode(StateShape(0, 2, 32), 4), 3.0)
     assert known.of(piece) == pytest.approx(3.0 * (1.4 + 0.4 * 2))
@@ -148,9 +156,9 @@ def test_the_expected_compile_time_of_a_micro_step_grows_with_its_unrolled_steps
     assert known.of(setting.trainer.piece(1, 512)) == 20.0
 
 
-def test_the_size_of_a_micro_step_follows_its_seconds():
-    trainer = Setting().trainer
-    trainer.bound = 0.1
+def test_the_size_of_a_micro_step_follows_its_seconds(setting, monkeypatch):
+    trainer = setting.trainer
+    monkeypatch.setattr(trainer, "bound", 0.1)
 
     def sized(tokens, seconds):
         return trainer.sized(tokens, seconds, seconds)
@@ -205,9 +213,7 @@ def test_a_small_micro_step_has_a_smaller_learning_rate(tokens, share):
     assert MicroStep(0, tokens, recipe).adam == replace(ADAM, learning_rate=share * 1e-2)
 
 
-def test_while_training_is_paused_only_held_out_sequences_are_measured():
-    setting = Setting(least=2)
-    setting.step()
+def test_while_training_is_paused_only_held_out_sequences_are_measured(setting):
     setting.trainer.budget = replace(setting.trainer.budget, best=1.5, is_paused=True)
     setting.step()
     before = setting.state
