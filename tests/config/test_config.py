@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,20 +46,6 @@ def write(tmp_path):
     return write
 
 
-def test_rl_at_temperature_0_is_refused_and_answering_is_not(write):
-    greedy = parse([*write(), "--rollout.temperature", "0"])
-    with pytest.raises(
-        ConfigError, match="rollout.temperature 0: all answers to a prompt are the same"
-    ):
-        validate.validate_rl(greedy)
-    validate.validate_rl(parse(write()))
-    with pytest.raises(
-        ConfigError, match="drafter_training.share 0.5 .* this run trains no drafter"
-    ):
-        words = ["--speculation.drafter", "ngram", "--drafter_training.share", "0.5"]
-        validate.validate_rl(parse([*write(), *words]))
-
-
 @pytest.mark.parametrize(
     ("text", "value"), [("auto", "auto"), ("1", 1.0), ("0.25", 0.25), ("0", 0.0), ("1e-1", 0.1)]
 )
@@ -74,32 +59,25 @@ def test_a_share_is_a_number_or_auto(write, text, value):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("words", "message", "is_of_rewards"),
     [
-        ("some", "drafter_training.share 'some' is not known: use auto | a number"),
-        ("1.5", "drafter_training.share 1.5 is too large: use at most 1"),
-        ("-1", "drafter_training.share -1.0 is too small: use at least 0"),
-        ("true", "drafter_training.share True has the wrong type"),
+        ("--rollout.temperature 0", "rollout.temperature 0: all answers", False),
+        ("--speculation.drafter ngram --drafter_training.share 0.5", "share 0.5 with", False),
+        ("--data.train x.jsonl --model.tokenizer t", "reward 'task' scores", True),
+        ("--reward.terms {}", "reward.terms is empty", True),
+        ("--reward.terms.gsm8 1", "'gsm8', which is not a reward: .*did you mean gsm8k", True),
     ],
 )
-def test_any_other_share_is_refused(write, text, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        parse([*write(), "--drafter_training.share", text])
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--data.train x.jsonl --model.tokenizer t", "reward 'task' scores the generated task"),
-        ("--reward.terms {}", "reward.terms is empty"),
-        ("--reward.terms.gsm8 1", "reward.terms names 'gsm8', which is not a reward"),
-    ],
-)
-def test_invalid_rewards_are_refused_where_answers_are_scored(write, words, message):
-    config = parse([*write(), *words.split()])
-    for check in (validate.validate_rl, validate.validate_rewards):
-        with pytest.raises(ConfigError, match=re.escape(message)):
+def test_only_what_a_training_run_cannot_have_is_refused_there(
+    words, message, is_of_rewards, write
+):
+    config, checks = parse([*write(), *words.split()]), [validate.validate_rl]
+    for check in [*checks, validate.validate_rewards][: 1 + is_of_rewards]:
+        with pytest.raises(ConfigError, match=message):
             check(config)
+    if not is_of_rewards:
+        validate.validate_rewards(config)
+    validate.validate_rl(parse(write()))
 
 
 def test_a_bare_word_is_a_configuration_of_the_package(tmp_path, monkeypatch):
@@ -172,40 +150,20 @@ def test_tlt_finds_a_module_in_the_current_folder(tmp_path):
 
 
 def test_the_file_changes_defaults_and_the_command_line_changes_the_file(write):
-    got = parse(
-        [
-            *write("rollout: {temperature: 0.5, samples: 4}"),
-            "--rollout.samples",
-            "2",
-            "--checkpoint.export=false",
-        ]
-    )
-    assert (
-        got.rollout.temperature,
-        got.rollout.samples,
-        got.rollout.prompts,
-        got.checkpoint.export,
-    ) == (0.5, 2, 8, False)
+    words = "--rollout.samples 2 --checkpoint.export=false".split()
+    got = parse([*write("rollout: {temperature: 0.5, samples: 4}"), *words])
+    rollout = got.rollout
+    assert (rollout.temperature, rollout.samples, rollout.prompts) == (0.5, 2, 8)
+    assert not got.checkpoint.export
 
 
 def test_overrides_reach_lists_texts_and_keys_of_mappings(write):
-    arguments = [
-        "--run",
-        "0012",
-        "--rollout.stop=['\\n\\n', 'yes']",
-        "--model.init.rope_scaling.factor",
-        "2.0",
-        "--reward.terms.my.module:score",
-        "1e-1",
-        "--run=on",
-    ]
-    got = parse([*write(), *arguments])
+    words = "--model.init.rope_scaling.factor 2.0 --reward.terms.my.module:score 1e-1 --run=on"
+    stops = "--rollout.stop=['\\n\\n', 'yes']"
+    got = parse([*write(), "--run", "0012", stops, *words.split()])
     assert got.rollout.stop == ["\\n\\n", "yes"] and got.run == "on"
-    assert got.model.init == {
-        "model_type": "qwen2",
-        "hidden_size": 32,
-        "rope_scaling": {"factor": 2.0},
-    }
+    init = {"model_type": "qwen2", "hidden_size": 32, "rope_scaling": {"factor": 2.0}}
+    assert got.model.init == init
     assert got.reward.terms == {"task": 1.0, "my.module:score": 0.1}
     assert parse([*write(), "--reward.terms", "{format: 1}"]).reward.terms == {"format": 1.0}
     assert parse([*write(), "--run", "0012"]).run == "0012"
@@ -252,36 +210,21 @@ def test_small_numbers_without_a_point_are_numbers(write):
 
 def test_strategies_need_no_quotes_and_numbers_with_underscores_stay_numbers(write, tmp_path):
     wanted = ["2_2_4", "6_4_16", "0_8_1"]
-    text = (
-        "speculation: {strategies: [2_2_4, 6_4_16, 0_8_1]}\nsft: {batch: 1_000}\noptim: {beta1: 0}"
-    )
+    text = """
+speculation: {strategies: [2_2_4, 6_4_16, 0_8_1]}
+sft: {batch: 1_000}
+rollout: {stop: ['a: b', '#']}
+run: '1e3'
+"""
     for value in ("[2_2_4, '6_4_16', 0_8_1]", "[2_2_4,6_4_16,0_8_1]", ""):
         words = [f"--speculation.strategies={value}"] if value else []
-        got = parse(
-            [*write(text), *words, "--rollout.samples", "1_0", "--model.init.hidden_size", "3_2"]
-        )
+        words += ["--rollout.samples", "1_0", "--model.init.hidden_size", "3_2"]
+        got = parse([*write(text), *words])
         assert got.speculation.strategies == wanted
-        assert (got.sft.batch, got.rollout.samples, got.model.init["hidden_size"]) == (
-            1000,
-            10,
-            32,
-        )
+        sizes = got.sft.batch, got.rollout.samples, got.model.init["hidden_size"]
+        assert sizes == (1000, 10, 32)
         (tmp_path / "resolved.yaml").write_text(to_yaml(got))
         assert read(tmp_path / "resolved.yaml") == got
-
-
-def test_the_resolved_configuration_reads_back_equal(write, tmp_path):
-    got = parse(
-        [
-            *write(),
-            "--rollout.stop",
-            "['a: b', '#']",
-            "--run",
-            "1e3",
-        ]
-    )
-    (tmp_path / "resolved.yaml").write_text(to_yaml(got))
-    assert read(tmp_path / "resolved.yaml") == got
 
 
 def test_the_run_of_another_version_is_refused_with_the_knobs_that_are_unknown(write, tmp_path):
@@ -304,11 +247,9 @@ def test_importance_weights_are_on_in_bfloat16(write, dtype, level):
 
 
 WRONG = [
-    (
-        "--rollout.temprature 1",
-        "unknown knob rollout.temprature: did you mean rollout.temperature?",
-    ),
+    ("--rollout.temprature 1", "did you mean rollout.temperature?"),
     ("--temperature 1", "unknown knob temperature: did you mean rollout.temperature?"),
+    ("--rollout.unlike 1", "unknown knob rollout.unlike: --help all lists every knob"),
     ("--rollout 1", "rollout is a section"),
     ("--model.lora 8", "model.lora is a section: set one of its knobs, for example --model.lora."),
     ('--model.lora {"rnk":8}', "unknown knob model.lora.rnk: did you mean model.lora.rank?"),
@@ -322,34 +263,19 @@ WRONG = [
     ("rollout.samples 4", "unexpected argument 'rollout.samples'"),
     ("--rollout.samples 2.5", "rollout.samples 2.5 has the wrong type: write a whole number"),
     ("--rollout.samples many", "rollout.samples 'many' has the wrong type"),
-    (
-        "--rollout.temperature warm",
-        "rollout.temperature 'warm' has the wrong type: write a finite number",
-    ),
+    ("--rollout.temperature warm", "'warm' has the wrong type: write a finite"),
     ("--rollout.temperature .nan", "a finite number"),
     ("--checkpoint.export 1", "checkpoint.export 1 has the wrong type: write true or false"),
     ("--reward.terms [task]", "reward.terms ['task'] has the wrong type: write a mapping"),
     ("--rollout.stop [1", "is not valid YAML"),
-    (
-        "--speculation.strategies 6_4_16",
-        "strategies 6_4_16 has the wrong type: write a list such as [a, b]",
-    ),
-    (
-        "--speculation.strategies [6.4]",
-        "speculation.strategies[0] 6.4 has the wrong type: write text (quote it)",
-    ),
+    ("--speculation.strategies 6_4_16", "strategies 6_4_16 has the wrong type"),
+    ("--speculation.strategies [6.4]", "strategies[0] 6.4 has the wrong type"),
     ("--rollout.samples [6_4_16]", "rollout.samples [6416] has the wrong type"),
     ("--rollout.top_p 0", "rollout.top_p 0.0 is too small: use more than 0"),
     ("--rollout.top_p 1.5", "rollout.top_p 1.5 is too large: use at most 1"),
     ("--rollout.prompts 0", "rollout.prompts 0 is too small: use at least 1"),
-    (
-        "--algorithm.advantage gae",
-        "algorithm.advantage 'gae' is not known: use grpo | rloo | dr_grpo | reinforce_pp",
-    ),
-    (
-        "--algorithm.loss ppp",
-        "algorithm.loss 'ppp' is not known: use ppo | gspo | cispo | module:function",
-    ),
+    ("--algorithm.advantage gae", "'gae' is not known: use grpo | rloo | dr_grpo"),
+    ("--algorithm.loss ppp", "'ppp' is not known: use ppo | gspo | cispo | module:"),
     ("--algorithm.kl_in reward", "algorithm.kl_in reward with algorithm.kl_coef 0: nothing is"),
     ("--algorithm.clip_dual 3 --algorithm.loss cispo", "with algorithm.loss 'cispo', which clips"),
     ("--algorithm.clip_dual 3 --algorithm.loss a:b", "algorithm.loss 'a:b', which is yours: use"),
@@ -357,26 +283,11 @@ WRONG = [
     ("--algorithm.importance_cap 0", "is below 1: use at least 1, or algorithm.importance none"),
     ("--algorithm.importance_mask 1", "algorithm.importance_mask 1 is not above 1"),
     ("--algorithm.importance_veto 1", "algorithm.importance_veto 1 is not above 1"),
-    (
-        "--algorithm.importance_veto 2",
-        "algorithm.importance_veto 2 with algorithm.importance none (auto, in model.compute_dtype float32) has no effect: set",
-    ),
-    (
-        "--algorithm.importance_mask 2",
-        "algorithm.importance none (auto, in model.compute_dtype float32) has no effect: set",
-    ),
-    (
-        "--algorithm.importance_mask 2 --algorithm.importance none",
-        "algorithm.importance_mask 2 with algorithm.importance none has no effect: set algorithm",
-    ),
-    (
-        "--algorithm.importance_cap 3",
-        "algorithm.importance_cap 3 with algorithm.importance none (auto",
-    ),
-    (
-        "--speculation.tuner a.b:",
-        "speculation.tuner 'a.b:' is not known: use goodput | threshold | beg_mab | fixed | module:function",
-    ),
+    ("--algorithm.importance_veto 2", "importance_veto 2 with algorithm.importance none"),
+    ("--algorithm.importance_mask 2", "(auto, in model.compute_dtype float32)"),
+    ("--algorithm.importance_mask 2 --algorithm.importance none", "none has no effect"),
+    ("--algorithm.importance_cap 3", "importance_cap 3 with algorithm.importance none"),
+    ("--speculation.tuner a.b:", "'a.b:' is not known: use goodput | threshold"),
     ("--algorithm.advantage a:b", "algorithm.advantage 'a:b' is not known"),
     ("--model.init {}", "model.path and model.init are both empty"),
     ('--data.train x.jsonl --reward.terms {"gsm8k":1}', "data.train 'x.jsonl' needs a tokenizer"),
@@ -385,28 +296,20 @@ WRONG = [
     ("--train.epochs 2", "train.steps 100 and train.epochs 2 are both set"),
     ("--train.steps 0", "train.steps 0 and train.epochs 0 are both 0"),
     ("--rollout.samples 1", "rollout.samples 1: grpo advantages compare"),
-    (
-        "--algorithm.minibatches 3",
-        "does not divide into algorithm.minibatches 3: use one of [1, 2, 4, 8]",
-    ),
-    (
-        "--checkpoint.best_metric eval/pass@4",
-        "is not measured: use one of eval/mean@1, eval/pass@1",
-    ),
-    (
-        "--checkpoint.best_metric eval/mean@1 --eval.every 0",
-        "needs evaluations, and eval.every is 0",
-    ),
+    ("--algorithm.minibatches 3", "minibatches 3: use one of [1, 2, 4, 8]"),
+    ("--checkpoint.best_metric eval/pass@4", "use one of eval/mean@1"),
+    ("--checkpoint.best_metric eval/mean@1 --eval.every 0", "eval.every is 0"),
     ("--mesh.data 2 --mesh.model 2 --mesh.fake_devices 2", "set mesh.fake_devices 4"),
     ("--mesh.data 2 --train.rows 3", "train.rows 3 does not divide by mesh.data 2"),
     ("--train.row_tokens 128", "use at least 768, or 0"),
     ("--profile.steps 5-3", "profile.steps '5-3' is not a range of steps"),
     ("--optim.beta1 1", "optim.beta1 1.0 is too large: use less than 1"),
     ("--train.seed 4294967296", "train.seed 4294967296 is too large: use at most 4294967295"),
-    (
-        "--model.param_dtype bfloat16",
-        "model.param_dtype 'bfloat16' is not known: use float32 | float64",
-    ),
+    ("--model.param_dtype bfloat16", "'bfloat16' is not known"),
+    ("--drafter_training.share some", "share 'some' is not known: use auto | a number"),
+    ("--drafter_training.share 1.5", "share 1.5 is too large: use at most 1"),
+    ("--drafter_training.share -1", "share -1.0 is too small: use at least 0"),
+    ("--drafter_training.share true", "share True has the wrong type"),
     ("--model.init !include", "could not determine a constructor for the tag"),
     ("--config a.yaml", "--config is given 2 times"),
 ]
@@ -431,15 +334,9 @@ FILES = [
     ("rollout: 3", "rollout is a section, not 3"),
     ("rollout:\n  samples: 2\n  samples: 4", "line 4: rollout.samples is given twice"),
     ("rollout: [", "not valid YAML: line 2"),
-    (
-        "rollout: {compile_cache: off}",
-        "rollout.compile_cache False has the wrong type: write text (quote it)",
-    ),
+    ("rollout: {compile_cache: off}", "compile_cache False has the wrong type: write text"),
     ("rollout: {samples: }", "rollout.samples None has the wrong type"),
-    (
-        "run: !!python/name:os.getcwd",
-        "constructor for the tag 'tag:yaml.org,2002:python/name:os.getcwd'",
-    ),
+    ("run: !!python/name:os.getcwd", "for the tag 'tag:yaml.org,2002:python/name:os.getcwd'"),
 ]
 
 
@@ -453,13 +350,10 @@ def test_a_mistake_in_the_file_is_one_line(text, message, write):
 def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1")
     (tmp_path / "latin.yaml").write_bytes(b"run: \xe9")
-    for name, message in [
-        ("none.yaml", "no such file"),
-        ("list.yaml", "holds a list"),
-        ("latin.yaml", "not UTF-8"),
-    ]:
+    found = {"none": "no such file", "list": "holds a list", "latin": "not UTF-8"}
+    for name, message in found.items():
         with pytest.raises(ConfigError, match=message):
-            parse(["--config", str(tmp_path / name)])
+            parse(["--config", str(tmp_path / f"{name}.yaml")])
     with pytest.raises(ConfigError, match="--config is missing"):
         parse([])
 
@@ -532,28 +426,14 @@ def differing(ours, theirs) -> list[str]:
 
 def test_differences_are_the_knobs_that_a_resumed_run_may_not_change(write):
     ours = parse(write())
-    theirs = parse(
-        [
-            *write(),
-            "--rollout.samples",
-            "4",
-            "--mesh.data",
-            "2",
-            "--log.trackers",
-            "[]",
-            "--train.seed",
-            "1",
-        ]
-    )
+    words = "--rollout.samples 4 --mesh.data 2 --log.trackers [] --train.seed 1"
+    theirs = parse([*write(), *words.split()])
     assert differing(ours, theirs) == ["rollout.samples", "train.seed"]
     names = list(knobs(Config))
     for kind in (changes.FREE, changes.OVERRIDABLE):
         assert all(any(name.startswith(one) for name in names) for one in kind)
-    assert not [
-        name
-        for name in names
-        if name.startswith(changes.FREE) and name.startswith(changes.OVERRIDABLE)
-    ]
+    both = {one for one in names if one.startswith(changes.FREE)}
+    assert not [one for one in both if one.startswith(changes.OVERRIDABLE)]
 
 
 def test_a_flag_of_true_or_false_needs_no_value(write):

@@ -172,7 +172,7 @@ def twice(name: str) -> dict:
 MISTAKES = [
     ({"reward.terms": {lambda p, c, r: 1.0: 1.0}}, "has no name: define it with def"),
     ({"algorithm.loss": functools.partial(print)}, "has no name: define it with def"),
-    ({"reward.terms": twice("same")}, "reward.terms ['<local>:same', '<local>:same'] has a name twice: rename one"),
+    ({"reward.terms": twice("same")}, "reward.terms has <local>:same twice: rename one"),
     ({"reward.terms": in_this_file("one")}, "reward.terms '<local>:one' has the wrong type: write a mapping"),
     ({"reward.terms": [in_this_file("one")]}, "reward.terms is a function: give a number, text, list or mapping"),
     ({"reward.terms": {3: 1.0}}, "reward.terms has the key 3: give text"),

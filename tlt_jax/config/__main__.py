@@ -6,9 +6,11 @@ import dataclasses
 import math
 from typing import Any
 
+import yaml
+
 from tlt_jax.config.changes import FREE, LENGTH, OVERRIDABLE
 from tlt_jax.config.knobs import Knob, knobs
-from tlt_jax.config.parse import kind_of
+from tlt_jax.config.parse import LIMITS, kind_of
 from tlt_jax.config.schema import Config
 
 HEAD = """# Knobs
@@ -57,24 +59,15 @@ def spelled(value: Any) -> str:
     """A default as YAML has it."""
     if value == "":
         return "empty"
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    if isinstance(value, list | dict) and not value:
-        return f"`{value}`"
-    if isinstance(value, list):
-        return "`[" + ", ".join(map(str, value)) + "]`"
-    if isinstance(value, dict):
-        return "`{" + ", ".join(f"{key}: {one}" for key, one in value.items()) + "}`"
-    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+    if isinstance(value, float):
+        return f"`{value:g}`"
+    return f"`{yaml.safe_dump(value, default_flow_style=True, width=math.inf).splitlines()[0]}`"
 
 
 def limits(item: Knob) -> str:
     """The range of a number; "" without one."""
-    said = {
-        "at least": item.limits["at_least"], "more than": item.limits["above"],
-        "at most": item.limits["at_most"], "less than": item.limits["below"],
-    }  # fmt: skip
-    return ", ".join(f"{word} {limit:g}" for word, limit in said.items() if math.isfinite(limit))
+    found = [(said.partition("use ")[2], item.limits[name]) for name, _, said in LIMITS]
+    return ", ".join(f"{word} {limit:g}" for word, limit in found if math.isfinite(limit))
 
 
 def resume(name: str) -> str:

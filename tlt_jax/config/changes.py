@@ -41,7 +41,9 @@ class Change(NamedTuple):
 
 def changes(ours: Config, theirs: Config) -> list[Change]:
     """The knobs with different values, except those that may always change."""
-    free = tuple(name for name in FREE if name not in LENGTH or not is_scheduled(ours, theirs))
+    # The learning rate of a step depends on the number of steps.
+    is_scheduled = {ours.optim.schedule, theirs.optim.schedule} != {"constant"}
+    free = tuple(name for name in FREE if name not in LENGTH or not is_scheduled)
     return [one for one in differences(ours, theirs) if not one.name.startswith(free)]
 
 
@@ -83,15 +85,10 @@ def is_overridable(change: Change) -> bool:
     return change.name.startswith((*OVERRIDABLE, *LENGTH))
 
 
-def is_scheduled(ours: Config, theirs: Config) -> bool:
-    """Whether the learning rate of a step depends on the number of steps."""
-    return {ours.optim.schedule, theirs.optim.schedule} != {"constant"}
-
-
 def identity(config: Config) -> dict[str, Any]:
     """Values of the knobs that a run may not change without --override, by dotted name."""
-    values = parsing.flatten(config)
-    return {name: value for name, value in values.items() if not name.startswith(FREE)}
+    values = parsing.flatten(config).items()
+    return {name: value for name, value in values if not name.startswith(FREE)}
 
 
 def listed(found: Sequence[Change]) -> str:

@@ -57,14 +57,12 @@ class Knob(NamedTuple):
 @lru_cache
 def knobs(cls, prefix: str = "") -> dict[str, Knob]:
     """The knobs of a dataclass by dotted name, in source order."""
-    found, kinds = {}, typing.get_type_hints(cls)
+    found, kinds, defaults = {}, typing.get_type_hints(cls), cls()
     for item in dataclasses.fields(cls):
         if dataclasses.is_dataclass(item.default_factory):
             found.update(knobs(item.default_factory, f"{prefix}{item.name}."))
             continue
-        default = (
-            item.default if item.default is not dataclasses.MISSING else item.default_factory()
-        )
+        default = getattr(defaults, item.name)
         limits = {name: value for name, value in item.metadata.items() if name != "help"}
         found[prefix + item.name] = Knob(kinds[item.name], default, item.metadata["help"], limits)
     return found

@@ -179,7 +179,7 @@ def read_resolved(path: str | Path, arguments: Sequence[str] = ()) -> Config:
 def stored(path: str | Path) -> dict[str, Any]:
     """The mapping in the config.yaml of a run. Raises ConfigError for one with knobs of another version."""
     tree = read_yaml(path)
-    if missing := parsing.unknown(Config, tree):
+    if missing := [name for name in flatten_tree(Config, tree) if name not in knobs(Config)]:
         raise ConfigError(
             f"{path}: the run was made by another version of tlt_jax, with {', '.join(missing)}, which this one does not "
             "have: continue it with that version, or start another run folder"
@@ -207,44 +207,36 @@ def pairs(changes: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
     given: list[tuple[str, Any]] = []
     for name, value in (changes or {}).items():
         section = section_of(Config, name, value)
-        given += flatten_tree(Config, section).items() if section else [(name, value)]
-    return [(name, value_of(name, value)) for name, value in given]
+        for dotted, one in flatten_tree(Config, section or {name: value}).items():
+            knob, key = owner(Config, dotted)
+            takes_functions = knobs(Config)[knob].limits["or_own"] and not key
+            given.append((dotted, value_of(knob, one, takes_functions)))
+    return given
 
 
-def value_of(dotted: str, value: Any) -> Any:
-    """A value for this knob. Raises ConfigError."""
-    name, rest = owner(Config, dotted)
-    takes_functions = knobs(Config)[name].limits["or_own"] and not rest
-    if isinstance(value, Mapping):
-        found = {key_of(name, key, takes_functions): entry(name, one) for key, one in value.items()}
-        if len({str(key) for key in found}) < len(value):
-            raise ConfigError(f"{name} {[*map(str, found)]} has a name twice: rename one")
-        return found
-    is_function = takes_functions and callable(value)
-    return extension.named(name, value) if is_function else entry(name, value)
-
-
-def key_of(name: str, key: Any, takes_functions: bool) -> str:
-    """A key of the mapping that is this knob's value. Raises ConfigError."""
-    if takes_functions and callable(key):
-        return extension.named(name, key)
-    if not isinstance(key, str):
-        raise ConfigError(f"{name} has the key {key!r}: give text")
-    return key
-
-
-def entry(name: str, value: Any) -> Any:
-    """A number, text, list or mapping, also one of NumPy or a path. Raises ConfigError."""
+def value_of(name: str, value: Any, takes_functions: bool = False) -> Any:
+    """The value, of Python, NumPy or JAX, as a file has it; functions by their names. Raises ConfigError."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Path):
         return str(value)
-    if hasattr(value, "tolist"):  # of NumPy or JAX
+    if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, list | tuple):
-        return [entry(name, one) for one in value]
+        return [value_of(name, one) for one in value]
     if isinstance(value, Mapping):
-        return {key_of(name, key, False): entry(name, one) for key, one in value.items()}
+        found = {}
+        for key, one in value.items():
+            is_function = takes_functions and callable(key)
+            text = extension.named(name, key) if is_function else key
+            if not isinstance(text, str):
+                raise ConfigError(f"{name} has the key {key!r}: give text")
+            if text in map(str, found):
+                raise ConfigError(f"{name} has {text} twice: rename one")
+            found[text] = value_of(name, one)
+        return found
+    if takes_functions and callable(value):
+        return extension.named(name, value)
     what = "a function" if callable(value) else f"a {type(value).__name__}"
     takes = ", ".join(one for one, knob in knobs(Config).items() if knob.limits["or_own"])
     hint = f"; functions are for {takes}" if callable(value) else ""

@@ -22,6 +22,7 @@ from tlt_jax.errors import ConfigError, DataError
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # owner/name; ./name is a path
 WIDTH = 110  # of the help
+NEAR = 0.75  # least likeness of a name that is suggested for another one
 WORD_OR_NUMBER = float | str  # type of a knob that is a number or a word
 
 
@@ -130,11 +131,14 @@ def flatten(config) -> dict[str, Any]:
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """A hint: the closest name, or where all are listed."""
-    leaf = name.rsplit(".", 1)[-1]
-    close = [other for other in names if other.rsplit(".", 1)[-1] == leaf][:1]
-    close = close or difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {close[0]}?" if close else "--help all lists every knob"
+    """A hint: the name with nearly the same last part, of the same section if there is one; or where all are listed."""
+    section, _, leaf = name.rpartition(".")
+    alike = sorted(names, key=lambda other: other.rpartition(".")[0] != section)
+    leaves = [other.rpartition(".")[2] for other in alike]
+    close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=NEAR)
+    return (
+        f"did you mean {alike[leaves.index(close[0])]}?" if close else "--help all lists every knob"
+    )
 
 
 def read_overrides(cls, arguments: Sequence[str]) -> list[tuple[str, str]]:
@@ -168,7 +172,7 @@ def owner(cls, name: str) -> tuple[str, str]:
     for other, item in names.items():
         if name.startswith(other + ".") and typing.get_origin(item.kind) is dict:
             return other, name[len(other) + 1 :]
-    if any(other.startswith(name + ".") for other in names):
+    if is_section(cls, name):
         raise ConfigError(
             f"{name} is a section: set one of its knobs, for example "
             f"--{next(other for other in names if other.startswith(name + '.'))} VALUE"
@@ -177,40 +181,29 @@ def owner(cls, name: str) -> tuple[str, str]:
 
 
 def flatten_tree(cls, tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Knob -> raw value of a nested mapping. Raises ConfigError for a key that is no knob."""
-    names, values = knobs(cls), {}
+    """The raw values of a nested mapping by dotted name, of knobs or unknown. Raises ConfigError for a section's value."""
+    values = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if name in names:
+        if not is_section(cls, name):
             values[name] = value
-        elif any(other.startswith(name + ".") for other in names):
-            if value is not None and not isinstance(value, Mapping):
-                raise ConfigError(
-                    f"{name} is a section, not {value!r}: put its knobs below it, indented"
-                )
+        elif value is None or isinstance(value, Mapping):
             values.update(flatten_tree(cls, value or {}, name + "."))
         else:
-            owner(cls, name)  # raises, or the key is dotted inside a dictionary knob
-            values[name] = value
+            raise ConfigError(
+                f"{name} is a section, not {value!r}: put its knobs below it, indented"
+            )
     return values
 
 
-def unknown(cls, tree: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Dotted names of the keys of a nested mapping that are neither knobs nor sections."""
-    names, found = knobs(cls), []
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if any(other.startswith(name + ".") for other in names):
-            found += unknown(cls, value, name + ".") if isinstance(value, Mapping) else []
-        elif name not in names:
-            found.append(name)
-    return found
+def is_section(cls, name: str) -> bool:
+    """Whether knobs lie below the dotted name."""
+    return any(other.startswith(name + ".") for other in knobs(cls))
 
 
 def section_of(cls, dotted: str, value: Any) -> dict[str, Any]:
     """The override as a tree when it gives a mapping, or the text of one, to a section; empty for other overrides."""
-    names = knobs(cls)
-    if dotted in names or not any(other.startswith(dotted + ".") for other in names):
+    if not is_section(cls, dotted):
         return {}
     tree = parse_text(dotted, value) if isinstance(value, str) else value
     return {dotted: tree} if isinstance(tree, Mapping) else {}

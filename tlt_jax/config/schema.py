@@ -12,10 +12,8 @@ COMMON = (
     "run", "model.path", "mesh.data", "mesh.model", "data.train", "data.eval", "rollout.prompts", "rollout.samples",
     "rollout.max_new_tokens", "speculation.drafter", "reward.terms", "optim.learning_rate", "train.steps",
 )  # fmt: skip
-AUTO, NONE = (
-    "auto",
-    "none",
-)  # values of model.remat, drafter_training.share, speculation.drafter and algorithm.importance
+# Values of model.remat, drafter_training.share, speculation.drafter and algorithm.importance.
+AUTO, NONE = "auto", "none"
 DTYPES = ("float32", "float64", "bfloat16")
 # Values of model.lora.targets: peft's names of a layer's matrices, in the order of a layer, and all of them.
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -33,9 +31,8 @@ TENSORBOARD, WANDB = "tensorboard", "wandb"  # values of log.trackers
 # supervised warm start, the answers, and the final policy.
 RESOLVED, LOG, METRICS, WARM_START = "config.yaml", "log.txt", "metrics.jsonl", "warm_start.jsonl"
 COMPLETIONS, EXPORT = "completions", "hf"
-TOLERANCE = (
-    1e-9  # rewards, and metrics of them, that differ by less are equal: their sums are rounded
-)
+# Rewards, and metrics of them, that differ by less are equal: their sums are rounded.
+TOLERANCE = 1e-9
 
 
 def is_at_least(value: Any, limit: float) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 from tlt_jax.config import extension
 from tlt_jax.config.parse import nearest
@@ -255,19 +255,9 @@ def validate_shapes(config: Config) -> Iterator[str]:
         )
 
 
-class Sizes(Protocol):
-    """The sizes of a model that a configuration can conflict with."""
-
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    mlp_dim: int
-    max_positions: int
-
-
 @refusing
-def validate_model(config: Config, model: Sizes, devices: int) -> Iterator[str]:
-    """Raises ConfigError when sequences exceed the model's positions, or the mesh does not fit the model or the devices."""
+def validate_model(config: Config, model: Any, devices: int) -> Iterator[str]:
+    """Raises ConfigError when sequences exceed the positions of a ModelConfig, or the mesh does not fit it or the devices."""
     validate_mesh(config, model, devices)
     prompt, answer = config.data.max_prompt_tokens, answer_limit(config)
     if prompt + answer > model.max_positions:
@@ -278,7 +268,7 @@ def validate_model(config: Config, model: Sizes, devices: int) -> Iterator[str]:
 
 
 @refusing
-def validate_mesh(config: Config, model: Sizes, devices: int) -> Iterator[str]:
+def validate_mesh(config: Config, model: Any, devices: int) -> Iterator[str]:
     """Raises ConfigError when the mesh does not fit the model or the devices."""
     data, parts = config.mesh.data, config.mesh.model
     if data * parts > devices:
