@@ -1,15 +1,19 @@
-"""What a run prints: a line for each step, of columns by width, whether there is a terminal or not."""
+"""What a run prints: a line for each step, of columns by width, on a terminal or not; in a notebook a row of a table."""
 
 from __future__ import annotations
 
+import html
 import io
 import logging
 import re
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from tlt_jax.metrics import console
+from tlt_jax.config import load as configuration
+from tlt_jax.metrics import Writer, console
 
 VALUES = {
     "reward/mean": 0.25,
@@ -154,13 +158,8 @@ def test_an_evaluation_is_one_line_that_keeps_what_matters_most(samples, value):
     progress = opened(1_000_000)
     line = progress.evaluation(999_999, values)
     assert lines_of(progress) == [line] and len(line) <= console.WIDTH and "..." not in line
-    first = [
-        "step 999999/1000000",
-        "evaluation:",
-        f"mean@{samples} {value:.3g}",
-        f"pass@1 {value:.3g}",
-    ]
-    first += [f"pass@{samples} {value:.3g}"] * (samples > 1)
+    shown = dict.fromkeys([f"mean@{samples}", "pass@1", f"pass@{samples}"])
+    first = ["step 999999/1000000", "evaluation:", *(f"{name} {value:.3g}" for name in shown)]
     assert line.split("  ")[: len(first)] == first
     progress = opened(4)
     progress.evaluation(0, {"eval/mean@2": 0.5, "eval/pass@1": 0.25, "eval/pass@2": 1.0})
@@ -172,12 +171,103 @@ def test_numbers_read_as_people_write_them():
     clocks = ["0:00", "1:00", "1:01", "1.0 h", "1.2 h", "10 h", "100 h"]
     assert [console.clock(one) for one in seconds] == clocks
     numbers = (0.4, 999, 9_999.4, 9_999.6, 999_499, 999_501, 12_345_678)
-    assert [console.short(one) for one in numbers] == [
-        "0",
-        "999",
-        "9,999",
-        "10k",
-        "999k",
-        "1.0M",
-        "12.3M",
+    shown = ["0", "999", "9,999", "10k", "999k", "1.0M", "12.3M"]
+    assert [console.short(one) for one in numbers] == shown
+
+
+# In a notebook
+
+STEP = {"reward/mean": 0.5, "response_length/mean": 31.6, "timing_s/step": 2.0}
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The texts of the rows of a table."""
+    rows = re.findall("<tr>(.*?)</tr>", text)
+    return [[html.unescape(one) for one in re.findall("<t[dh].*?>(.*?)</t", row)] for row in rows]
+
+
+@pytest.fixture
+def shown():
+    """A table of ten steps, and every HTML that it has shown."""
+    texts: list[str] = []
+    table = console.Table(10, 0, texts.append)
+    yield table, texts
+    table.close()
+
+
+def test_every_step_and_message_is_a_row_and_a_column_comes_with_its_metric(shown):
+    table, texts = shown
+    line = table.step(1, STEP)
+    assert line == "step 1/10  reward 0.500  length 32  2.0 s/step  0:18 to go"
+    said = table.evaluation(1, {"eval/mean@2": 0.5, "eval/pass@1": 0.25})
+    assert said == "step 1/10  evaluation:  mean@2 0.5  pass@1 0.25"
+    table.say("<b>it</b> :smile:")
+    table.step(2, STEP | {"speculation/accept_length": 1.234, "reward/mean": 0.25})
+    assert rows_of(texts[-1]) == [
+        ["step", "reward", "length", "s/step", "accept"],
+        ["1/10", "0.500", "32", "2.0", ""],
+        [said],
+        ["<b>it</b> :smile:"],
+        ["2/10", "0.250", "32", "2.0", "1.23"],
     ]
+    assert "step 2 of 10, 0:16 to go" in texts[-1]
+    assert [len(rows_of(text)) for text in texts] == [1, 2, 3, 4, 5], "it grows"
+
+
+def test_records_of_the_package_are_rows_and_compilations_a_count(shown):
+    table, texts = shown
+    log = logging.getLogger("tlt_jax.somewhere")
+    log.warning("a %s", "warning")
+    log.debug("compiled it", extra={"compile_seconds": 2.6})
+    log.debug("no row")
+    table.step(1, STEP)
+    assert [row[0] for row in rows_of(texts[-1])] == ["step", "a warning", "1/10"]
+    assert "compiled 1 program in 3 s" in texts[-1]
+
+
+def test_a_long_run_sends_no_more_than_its_latest_rows(shown):
+    table, texts = shown
+    for step in range(1, 1001):
+        table.step(step, STEP)
+    rows = rows_of(texts[-1])
+    assert len(rows) == 1 + console.SHOWN and rows[-1][0] == "1000/10"
+    assert f"{1000 - console.SHOWN} earlier rows are not shown" in texts[-1]
+
+
+def test_the_loggers_are_restored():
+    logger = logging.getLogger("tlt_jax")
+    before = logger.level, logger.propagate, [*logger.handlers]
+    console.Table(10, 0, lambda text: None).close()
+    assert (logger.level, logger.propagate, logger.handlers) == before
+
+
+def kernel(monkeypatch, shell: object) -> list[str]:
+    """IPython with this shell; the HTML of its only output, each time it changes."""
+    texts: list[str] = []
+    ipython, module = ModuleType("IPython"), ModuleType("IPython.display")
+    ipython.get_ipython = lambda: shell
+    module.HTML = str
+    module.display = lambda first, display_id: SimpleNamespace(update=texts.append)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    return texts
+
+
+@pytest.mark.parametrize(("shell", "kind"), [
+    (SimpleNamespace(kernel=object()), console.Table),
+    (SimpleNamespace(), console.Progress),  # IPython in a terminal
+    (None, console.Progress),
+])  # fmt: skip
+def test_a_run_in_a_kernel_shows_the_table(monkeypatch, tmp_path, shell, kind):
+    texts = kernel(monkeypatch, shell)
+    words = ["--config", "quickstart", "--run", str(tmp_path)]
+    with Writer(configuration.parse(words), 3) as writer:
+        assert type(writer.progress) is kind
+        writer.say("one line")
+    assert ("one line" in "".join(texts)) == (kind is console.Table)
+
+
+def test_ipython_is_not_imported_to_find_out(monkeypatch):
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    assert not console.is_kernel() and "IPython" not in sys.modules
+    assert not re.search(r"^(import|from) IPython", open(console.__file__).read(), re.M)

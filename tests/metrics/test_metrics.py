@@ -39,22 +39,10 @@ SPANS = [
 
 
 def records(step: int, count: int = 3) -> list[Record]:
+    rest = {"group": 0, "reference": "4", "advantage": 0.5, "logprob": -2.0, "accepted": 6}
+    made = "2+2=", f"<b>{step}\n"
     return [
-        Record(
-            uid,
-            "2+2=",
-            f"<b>{step}\n",
-            float(uid),
-            10 + uid,
-            "stop",
-            {"task": 1.0},
-            id=f"train:{uid}",
-            group=0,
-            reference="4",
-            advantage=0.5,
-            logprob=-2.0,
-            accepted=6,
-        )
+        Record(uid, *made, float(uid), 10 + uid, "stop", {"task": 1.0}, id=f"train:{uid}", **rest)
         for uid in range(count)
     ]
 
@@ -77,26 +65,27 @@ def config(tmp_path, monkeypatch) -> Config:
 def write(config: Config, steps, resumed_from: int | None = None):
     with Writer(config, 10, resumed_from) as writer:
         for step in steps:
-            writer.step(
-                step,
-                {"reward/mean": step / 10, "actor/lr": 1e-3},
-                records(step),
-                SPANS,
-                chunks(step),
-            )
+            scalars = {"reward/mean": step / 10, "actor/lr": 1e-3}
+            writer.step(step, scalars, records(step), SPANS, chunks(step))
             if step % 2 == 0:
                 writer.scalars(step, {"eval/mean@1": step / 10, "eval/pass@16": 0.5})
 
 
 def read(config: Config) -> EventAccumulator:
-    events = EventAccumulator(
-        str(Path(config.run) / "tensorboard"), {"tensors": 0, "histograms": 0}
-    )
-    return events.Reload()
+    folder = Path(config.run) / "tensorboard"
+    return EventAccumulator(str(folder), {"tensors": 0, "histograms": 0}).Reload()
 
 
 def steps_of(events) -> list[int]:
     return [event.step for event in events]
+
+
+def files_of(config: Config, folder: str) -> list[str]:
+    return sorted(path.stem for path in (Path(config.run) / folder).iterdir())
+
+
+def numbered(*steps: int) -> list[str]:
+    return [f"{step:06d}" for step in steps]
 
 
 def test_a_run_writes_scalars_histograms_texts_images_and_completions(config):
@@ -107,11 +96,8 @@ def test_a_run_writes_scalars_histograms_texts_images_and_completions(config):
     ]
     assert steps_of(events.Scalars("eval/pass@16")) == [2, 4]
     histogram = events.Histograms("response_length/histogram")[1]
-    assert (histogram.step, histogram.histogram_value.num, histogram.histogram_value.max) == (
-        2,
-        3,
-        12,
-    )
+    lengths = histogram.histogram_value
+    assert (histogram.step, lengths.num, lengths.max) == (2, 3, 12)
     depths = events.Histograms("speculation/accepted/histogram")[1].histogram_value
     assert (depths.num, depths.max, depths.sum) == (10, 2, 8)
     text = events.Tensors("rollout/samples/text_summary")[1].tensor_proto.string_val[0].decode()
@@ -154,28 +140,18 @@ def test_each_step_appears_once_after_resumes_from_a_checkpoint(config):
     events = read(config)
     assert steps_of(events.Scalars("reward/mean")) == list(range(1, 9))
     assert steps_of(events.Scalars("eval/mean@1")) == [2, 4, 6, 8]
-    for shown in (
-        events.Histograms("reward/histogram"),
-        events.Tensors("rollout/samples/text_summary"),
-    ):  # fmt: skip
+    samples = events.Tensors("rollout/samples/text_summary")
+    for shown in (events.Histograms("reward/histogram"), samples):
         assert steps_of(shown) == [1, 2, 4, 6, 8], "the first one and every second one"
     assert steps_of(events.Tensors("config/text_summary")) == [0, 5]
+    for folder in ("completions", "speculation", "timeline"):
+        assert files_of(config, folder) == numbered(*range(1, 9))
     for folder in ("completions", "speculation"):
-        files = sorted(path.name for path in (Path(config.run) / folder).iterdir())
-        assert files == [f"{step:06d}.jsonl" for step in range(1, 9)]
-        assert {
-            json.loads(line)["step"] for line in (Path(config.run) / folder / files[4]).open()
-        } == {5}
-    traces = sorted(path.name for path in (Path(config.run) / "timeline").iterdir())
-    assert traces == [f"{step:06d}.json" for step in range(1, 9)]
-    lines = (Path(config.run) / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [*range(1, 9)]
-    assert [step for step in range(1, 9) if "eval/mean@1" in json.loads(lines[step - 1])] == [
-        2,
-        4,
-        6,
-        8,
-    ]
+        lines = (Path(config.run) / folder / "000005.jsonl").open()
+        assert {json.loads(line)["step"] for line in lines} == {5}
+    lines = list(map(json.loads, (Path(config.run) / "metrics.jsonl").open()))
+    assert [line["step"] for line in lines] == [*range(1, 9)]
+    assert [line["step"] for line in lines if "eval/mean@1" in line] == [2, 4, 6, 8]
 
 
 def test_the_last_step_has_samples_and_a_timeline_too(config):
@@ -226,35 +202,19 @@ def test_a_damaged_event_file_is_copied_and_logged(config, place):
     assert steps[-3:] == [6, 7, 8] and 0 < len(steps[:-3]) < 5 and steps == sorted(set(steps))
 
 
-def test_evaluations_after_the_resumed_step_are_removed(config):
-    with Writer(config, 10) as writer:
+def test_a_run_removes_the_evaluations_and_chunks_of_steps_that_it_repeats(config):
+    write(config, range(1, 6))
+    with Writer(config, 10, 5) as writer:
         for step in (0, 2, 4):
             writer.lines(evaluations.FOLDER, step, [])
-    with Writer(config, 10, 2):
-        folder = Path(config.run) / "evaluation"
-        assert sorted(path.name for path in folder.iterdir()) == ["000000.jsonl", "000002.jsonl"]
-
-
-def test_a_resumed_run_without_drafting_removes_the_chunks_of_repeated_steps(config):
-    write(config, range(1, 6))
     with Writer(config, 10, 2) as writer:
-        for step in range(3, 6):
-            writer.step(step, {}, records(step), SPANS)
-    assert sorted(path.name for path in (Path(config.run) / "speculation").iterdir()) == [
-        "000001.jsonl",
-        "000002.jsonl",
-    ]
-
-
-def test_a_new_run_removes_the_output_of_an_attempt_without_checkpoint(config):
-    with Writer(config, 10) as writer:
-        writer.scalars(0, {"eval/mean@1": 0.5})
-    write(config, range(1, 4))
-    write(config, range(1, 3))
+        writer.step(3, {}, records(3), SPANS)  # without drafting
+    assert files_of(config, evaluations.FOLDER) == numbered(0, 2)
+    assert files_of(config, "speculation") == numbered(1, 2)
+    write(config, range(1, 3))  # anew, without a checkpoint
     events = read(config)
-    assert steps_of(events.Scalars("reward/mean")) == [1, 2] and steps_of(
-        events.Scalars("eval/mean@1")
-    ) == [2]
+    assert steps_of(events.Scalars("reward/mean")) == [1, 2]
+    assert steps_of(events.Scalars("eval/mean@1")) == [2] and not files_of(config, "evaluation")
 
 
 def test_what_is_written_survives_a_kill(config, tmp_path):
@@ -274,24 +234,13 @@ def test_what_is_written_survives_a_kill(config, tmp_path):
 
 def test_a_name_outside_the_list_is_refused_with_the_closest_one(config):
     with Writer(config, 10) as writer:
-        with pytest.raises(
-            MetricError, match="no scalar is called 'reward/meen': did you mean reward/mean?"
-        ):
-            writer.scalars(1, {"reward/meen": 1.0})
         with pytest.raises(MetricError, match="no histogram is called 'reward/mean'"):
             writer.histogram(1, "reward/mean", [1.0])
-        with pytest.raises(MetricError):
-            writer.scalars(1, {"eval/mean@k": 1.0})
-        with pytest.raises(MetricError):
-            writer.scalars(1, {"speculation/accept_length/eagle2": 1.0})
-        writer.scalars(
-            1,
-            {
-                "reward/terms/my.module:score": 1.0,
-                "eval/mean@8": 1.0,
-                "speculation/accept_length/eagle": 1.0,
-            },
-        )
+        for name in ("reward/meen", "eval/mean@k", "speculation/accept_length/eagle2"):
+            with pytest.raises(MetricError, match=f"'{name}': did you mean"):
+                writer.scalars(1, {name: 1.0})
+        known = "reward/terms/my.module:score", "eval/mean@8", "speculation/accept_length/eagle"
+        writer.scalars(1, dict.fromkeys(known, 1.0))
 
 
 def test_the_names_are_unique():
@@ -307,9 +256,8 @@ def test_the_idle_share_is_exact():
 def test_groups_are_ordered_by_the_end_of_their_decoding():
     ends = {group: 1.0 + (7 * group) % 1000 for group in range(1000)}
     spans = [SimpleNamespace(group=group, kind="decode", start=0.0, end=end) for group, end in ends.items()]  # fmt: skip
-    spans += [
-        SimpleNamespace(group=5, kind="train", start=36.0, end=1000.0)
-    ]  # idle work does not count as decoding
+    # Idle work does not count as decoding.
+    spans += [SimpleNamespace(group=5, kind="train", start=36.0, end=1000.0)]
     latest = sorted(ends, key=ends.get)[-16:]
     assert timeline.latest(spans, 1000)[:16] == latest[::-1] and 5 not in latest
 
@@ -339,16 +287,11 @@ def test_the_trace_has_a_named_row_for_each_group_and_one_for_the_phases():
         SimpleNamespace(group=0, kind="decode", start=0.0, end=1.5, number=7),
     ]
     lines = [ChunkRecord(1, 7, 4, 2.0, 64, "3_1_4", "kept", None, 1.0, 50, 10, 0.25)]
-    phases = [
-        timeline.Phase(*one)
-        for one in (("eval", -0.5, 0.0), ("reward", 1.5, 1.5), ("update", 1.5, 2.0))
-    ]
+    phases = ("eval", -0.5, 0.0), ("reward", 1.5, 1.5), ("update", 1.5, 2.0)
+    phases = [timeline.Phase(*one) for one in phases]
     events = timeline.trace(spans, lines, phases)["traceEvents"]
-    rows = {
-        (one["pid"], one["tid"]): one["args"]["name"]
-        for one in events
-        if one["name"] == "thread_name"
-    }
+    named = [one for one in events if one["name"] == "thread_name"]
+    rows = {(one["pid"], one["tid"]): one["args"]["name"] for one in named}
     assert rows == {(0, 0): "data group 0", (0, 1): "data group 1", (1, 0): "phases"}
     work = {(rows[one["pid"], one["tid"]], one["name"]): one for one in events if one["ph"] == "X"}
     times = {place: (one["ts"], one["dur"]) for place, one in work.items()}
@@ -361,9 +304,8 @@ def test_the_trace_has_a_named_row_for_each_group_and_one_for_the_phases():
     }, "from the first event on: Perfetto drops what is before 0"
     found = work["data group 1", "speculate"]["args"]
     assert (found["strategy"], found["accept_length"], found["reason"]) == ("3_1_4", 2.5, "kept")
-    assert [place for place, one in work.items() if "args" in one] == [
-        ("data group 1", "speculate")
-    ]
+    places = [place for place, one in work.items() if "args" in one]
+    assert places == [("data group 1", "speculate")]
     assert json.loads(json.dumps(events)) == events
 
 

@@ -52,9 +52,8 @@ def write(config: Config, steps, resumed_from: int | None = None, scale: float =
             writer.scalars(50, {"sft/loss": 0.5})
             writer.evaluation(0, {"eval/mean@1": 0.0})
         for step in steps:
-            writer.step(
-                step, {"reward/mean": scale * step, "actor/lr": 0.5}, [record(0, 1.0)], SPANS
-            )
+            scalars = {"reward/mean": scale * step, "actor/lr": 0.5}
+            writer.step(step, scalars, [record(0, 1.0)], SPANS)
             if step % 2 == 0:
                 writer.evaluation(step, {"eval/mean@1": scale * step})
 
@@ -127,12 +126,7 @@ def test_an_evaluation_that_was_cut_off_leaves_its_step_whole(tmp_path, kept):
     assert read_scalars(path)[1].items() >= step.items()
     resumed.write(7, {"eval/mean@1": 0.5, "eval/pass@1": 0.25})
     resumed.write(8, {"reward/mean": 1.0})
-    assert read_scalars(path)[1] == {
-        "step": 7,
-        **step,
-        "eval/mean@1": 0.5,
-        "eval/pass@1": 0.25,
-    }
+    assert read_scalars(path)[1] == {"step": 7, **step, "eval/mean@1": 0.5, "eval/pass@1": 0.25}
     assert len(path.read_text().splitlines()) == 3
 
 

@@ -15,16 +15,9 @@ from tlt_jax.errors import DataError
 
 FOLDER = "evaluation"
 WON, LOST, RIGHT, WRONG = KINDS = ("won", "lost", "right", "wrong")
-
-
-OF_STEP = (
-    "uid",
-    "group",
-    "advantage",
-    "logprob",
-    "accepted",
-)  # fields of a Record that an evaluation has not
-OF_EVALUATION = ("split", "sample", "is_correct")  # fields that a step has not
+# Fields of a Record that an evaluation has not, and those that a step has not.
+OF_STEP = "uid", "group", "advantage", "logprob", "accepted"
+OF_EVALUATION = "split", "sample", "is_correct"
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -31,17 +32,29 @@ class Span(Protocol):
     number: int
 
 
-class Chunk(Protocol):
-    """A decoding chunk of a data group: `rounds` rounds with `live` live rows on average, which gave `tokens` tokens."""
+@dataclass(frozen=True)
+class ChunkRecord:
+    """A decoding chunk of a step, a line of the speculation file.
+
+    `predicted` (None: no prediction) and `measured` are tokens per second; `reason`: why the tuner
+    chose the strategy. accepted[i]: row rounds of drafting that accepted i drafted tokens.
+    `is_timed`: `seconds` is reliable, because the host did nothing else, such as compiling.
+    """
 
     group: int
     number: int
     batch: int
     live: float
+    slots: int
     strategy: str
     reason: str
+    predicted: float | None
+    measured: float
     tokens: int
     rounds: int
+    seconds: float
+    accepted: Sequence[int] = ()
+    is_timed: bool = True
 
 
 class Phase(NamedTuple):
@@ -115,7 +128,7 @@ def covered(intervals: Iterable[Interval]) -> float:
 
 
 def trace(
-    spans: Sequence[Span], chunks: Iterable[Chunk] = (), phases: Sequence[Phase] = ()
+    spans: Sequence[Span], chunks: Iterable[ChunkRecord] = (), phases: Sequence[Phase] = ()
 ) -> dict[str, list[dict]]:
     """A step in Chrome's trace event format, as Perfetto reads it; times are microseconds since its first event.
 

@@ -75,11 +75,7 @@ class WeightsAndBiases:
     def __init__(self, config: Config, first_step: int):
         self._folder = Path(config.run) / WANDB
         self._run = self._wandb = None
-        try:
-            self._wandb = imported(Path(config.run))
-            self._run = self._begin(config, first_step > 0)
-        except Exception as error:  # of any kind: a tracker must not stop a run
-            self._give_up(error)
+        self._try(lambda: self._begin(config, first_step > 0))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Writes scalars of a step."""
@@ -102,15 +98,12 @@ class WeightsAndBiases:
     def close(self, is_failed: bool) -> None:
         """Ends the W&B run after the last upload, or after FINISH_S seconds."""
         if self._run is not None:
-            try:
-                self._run.finish(exit_code=int(is_failed))
-            except Exception as error:  # of any kind: a tracker must not stop a run
-                self._give_up(error)
+            self._try(lambda: self._run.finish(exit_code=int(is_failed)))
             self._run = None
 
-    def _begin(self, config: Config, is_resumed: bool) -> Any:
-        """The new run, or the resumed one of the id in the folder; an offline run when the server cannot be reached."""
-        path = self._folder / ID
+    def _begin(self, config: Config, is_resumed: bool) -> None:
+        """Begins a run, or resumes that of the id in the folder; an offline one when the server cannot be reached."""
+        self._wandb, path = imported(Path(config.run)), self._folder / ID
         if is_resumed and path.exists():
             name = path.read_text().strip()
         else:
@@ -128,30 +121,28 @@ class WeightsAndBiases:
             console="off", init_timeout=BEGIN_S, finish_timeout=FINISH_S, finish_timeout_raises=True
         )
         try:
-            run = self._wandb.init(**arguments, settings=settings)
+            self._run = self._wandb.init(**arguments, settings=settings)
         except self._wandb.Error as error:
             said = "Weights & Biases cannot be reached (%s): `wandb sync` takes %s afterwards"
             log.warning(said, one_line(error), self._folder)
             self._wandb.teardown()  # it would keep trying, and hold the id
-            run = self._wandb.init(**arguments, settings=settings, mode="offline")
-        run.define_metric("*", step_metric=STEP)
-        if not run.offline:
-            log.info("Weights & Biases: %s", run.url)
-        return run
+            self._run = self._wandb.init(**arguments, settings=settings, mode="offline")
+        self._run.define_metric("*", step_metric=STEP)
+        if not self._run.offline:
+            log.info("Weights & Biases: %s", self._run.url)
 
     def _write(self, step: int, row: Callable[[], dict[str, Any]]) -> None:
         if self._run is not None:
-            try:
-                self._run.log({STEP: step, **row()})
-            except Exception as error:  # of any kind: a tracker must not stop a run
-                self._give_up(error)
+            self._try(lambda: self._run.log({STEP: step, **row()}))
 
-    def _give_up(self, error: Exception) -> None:
-        self._run = None
-        said = (
-            "Weights & Biases failed (%s): nothing more of this run is sent; earlier data is in %s"
-        )
-        log.warning(said, one_line(error), self._folder)
+    def _try(self, work: Callable[[], Any]) -> None:
+        """Does the work; after an error of any kind nothing more is done, as a tracker must not stop a run."""
+        try:
+            work()
+        except Exception as error:
+            self._run = None
+            said = "Weights & Biases failed (%s): nothing more of this run is sent; earlier data is in %s"
+            log.warning(said, one_line(error), self._folder)
 
 
 def one_line(error: Exception) -> str:

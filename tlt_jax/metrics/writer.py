@@ -11,7 +11,6 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +24,7 @@ from tlt_jax.metrics import console, evaluations, names, timeline
 from tlt_jax.metrics.evaluations import Record
 from tlt_jax.metrics.run import MetricsFiles
 from tlt_jax.metrics.tensorboard import TensorBoard
+from tlt_jax.metrics.timeline import ChunkRecord
 from tlt_jax.metrics.weights_and_biases import WeightsAndBiases
 
 SPECULATION = "speculation"
@@ -33,31 +33,6 @@ TIMELINE = "timeline"
 TEXTS, TEXTS_EVERY = 4, 10
 
 TRACKERS = {TENSORBOARD: TensorBoard, WANDB: WeightsAndBiases}
-
-
-@dataclass(frozen=True)
-class ChunkRecord:
-    """A decoding chunk of a step, a line of the speculation file.
-
-    `predicted` (None: no prediction) and `measured` are tokens per second; `reason`: why the tuner
-    chose the strategy. accepted[i]: row rounds of drafting that accepted i drafted tokens.
-    `is_timed`: `seconds` is reliable, because the host did nothing else, such as compiling.
-    """
-
-    group: int
-    number: int
-    batch: int
-    live: float
-    slots: int
-    strategy: str
-    reason: str
-    predicted: float | None
-    measured: float
-    tokens: int
-    rounds: int
-    seconds: float
-    accepted: Sequence[int] = ()
-    is_timed: bool = True
 
 
 class LogFile(logging.FileHandler):
