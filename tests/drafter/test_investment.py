@@ -152,40 +152,23 @@ def test_a_checkpoint_of_another_version_starts_from_zero():
 QUARTER = PATIENCE // 4  # micro-steps of an RL step
 
 
-def after(budget: Budget, *steps: tuple[float, int]) -> Budget:
+@pytest.mark.parametrize(("steps", "is_paused"), [
+    ([(0.2 + 2 * RISE * i, QUARTER) for i in range(30)], False),  # acceptance rises
+    ([(0.6, QUARTER)] * 4, False),  # the first of them is the best so far
+    ([(0.6, QUARTER)] * 5, True),
+    ([(0.6, QUARTER)] * 5 + [(0.6 - FALL / 2, 0)], True),
+    ([(0.6, QUARTER)] * 5 + [(0.6 - 1.1 * FALL, 0)], False),  # it falls: training resumes
+    ([(0.6, QUARTER)] * 5 + [(0.6 - 1.1 * FALL, 0)] + [(0.57, QUARTER)] * 3, False),
+    ([(0.6, QUARTER)] + [(0.6 + 0.9 * RISE, QUARTER)] * 4, True),  # noise is no improvement
+    ([(0.6, 0)] * 50, False),  # nothing was trained: no evidence against training
+    *(
+        ([(0.6, QUARTER)] + [(0.6, count)] * (PATIENCE // count - 1 + late), bool(late))
+        for count in (1, 8, PATIENCE) for late in (0, 1)
+    ),
+])  # fmt: skip
+def test_training_pauses_while_acceptance_stays_and_resumes_when_it_falls(steps, is_paused):
+    """However the micro-steps are spread over RL steps."""
+    budget = Budget()
     for acceptance, count in steps:
         budget = budget.after(acceptance, count)
-    return budget
-
-
-def test_training_continues_while_acceptance_rises():
-    rising = [(0.2 + 2 * RISE * i, QUARTER) for i in range(30)]
-    assert not after(Budget(), *rising).is_paused
-
-
-def test_it_pauses_when_acceptance_stays_and_resumes_when_it_falls():
-    level = [(0.6, QUARTER)] * 4  # the first of them is the best so far
-    assert not after(Budget(), *level).is_paused
-    paused = after(Budget(), *level, (0.6, QUARTER))
-    assert paused.is_paused
-    assert after(paused, (0.6 - FALL / 2, 0)).is_paused
-    resumed = after(paused, (0.6 - 1.1 * FALL, 0))
-    assert not resumed.is_paused and resumed.best == 0.6 - 1.1 * FALL
-    assert not after(resumed, *[(0.57, QUARTER)] * 3).is_paused
-
-
-def test_patience_is_counted_in_micro_steps_however_they_are_spread():
-    begun = after(Budget(), (0.6, QUARTER))
-    for count in (1, 8, PATIENCE):
-        whole = PATIENCE // count
-        assert not after(begun, *[(0.6, count)] * (whole - 1)).is_paused
-        assert after(begun, *[(0.6, count)] * whole).is_paused
-
-
-def test_steps_that_trained_nothing_are_no_evidence_against_training():
-    assert not after(Budget(), *[(0.6, 0)] * 50).is_paused
-
-
-def test_noise_below_the_least_gain_is_no_improvement():
-    budget = after(Budget(), (0.6, QUARTER))
-    assert after(budget, *[(0.6 + 0.9 * RISE, QUARTER)] * 4).is_paused
+    assert budget.is_paused == is_paused
