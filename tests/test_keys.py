@@ -14,7 +14,6 @@ STREAMS = (
     keys.DRAFTER_STREAM,
     keys.POLICY_WEIGHTS,
     keys.DRAFTER_WEIGHTS,
-    keys.FEATURE_NOISE,
     keys.DRAFTER_ANCHORS,
 )
 
@@ -24,11 +23,10 @@ def words(key: jax.Array) -> tuple[int, ...]:
 
 
 def test_no_two_streams_share_a_key():
-    """Roots, feature noise, anchors and sequences, for the first steps and two seeds."""
+    """Roots, anchors and sequences, for the first steps and two seeds."""
     found = []
     for seed in (0, 1):
         found += [words(keys.stream_key(seed, stream)) for stream in STREAMS]
-        found += [words(keys.feature_noise_key(seed, step)) for step in range(8)]
         found += [words(keys.anchors_key(seed, step)) for step in range(8)]
         for stream in STREAMS[:4]:
             for step in range(3):

@@ -8,8 +8,6 @@ import numpy as np
 # The root of a stream is fold_in(key(seed), stream): each number is used once.
 # Initial weights are drawn from the root.
 POLICY_WEIGHTS, DRAFTER_WEIGHTS = 0, 1
-# Noise on the training features of a drafter folds in the optimizer step.
-FEATURE_NOISE = 2
 # Sampling noise folds in the step, then the sequence's uid.
 TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM, DRAFTER_STREAM = 3, 4, 5, 6
 # The draw of a block drafter's anchors folds in the optimizer step.
@@ -32,11 +30,6 @@ def sequence_keys(seed: int, stream: int, step: int, uids: np.ndarray) -> np.nda
         np.asarray(uids, np.uint32)
     )
     return np.asarray(keys)
-
-
-def feature_noise_key(seed: int, step: jax.Array) -> jax.Array:
-    """The key of the feature noise of this optimizer step of the drafter."""
-    return jax.random.fold_in(stream_key(seed, FEATURE_NOISE), step)
 
 
 def anchors_key(seed: int, step: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from test_drafter_update import DFLASH, DSPARK, DSPARK_BARE, DSPARK_REDUCED, rec
 
 from tlt_jax.data.packing import PackedRows
 from tlt_jax.drafter import losses, recipe as drafter_recipe, update
-from tlt_jax.drafter.recipe import BlockObjective, Recipe
+from tlt_jax.drafter.recipe import Recipe
 from tlt_jax.models import architecture, block_drafter, drafter as drafters
 
 IDS = updates.IDS
@@ -84,7 +84,7 @@ def plain_loss(
     recipe: Recipe, params, policy, batch: PackedRows, anchors, hidden
 ) -> dict[str, float]:
     """Loss and metrics from hidden states [R, A, P, Z] of blocks at `anchors`, position by position."""
-    config, goal = recipe.drafter, recipe.objective
+    config = recipe.drafter
     kept = np.arange(11) if config.has_full_vocab else IDS
     head, states = np.asarray(policy.head)[:11], np.asarray(batch.states)
     tokens, answers, segments = (
@@ -111,7 +111,7 @@ def plain_loss(
             full = np.zeros(11)
             full[kept] = q
             variation, accepted = np.abs(full - p).sum(), np.minimum(full, p).sum()
-            weight = np.exp(-j / goal.gamma)
+            weight = np.exp(-j / losses.GAMMA)
             terms = {"variation": variation}
             if config.confidence:
                 sure = 1 / (1 + np.exp(-odds))
@@ -129,8 +129,8 @@ def plain_loss(
             shares[j][0].append(full.argmax() == p.argmax())
             shares[j][1].append(accepted)
     means = {name: total / weight for name, (total, weight) in sums.items() if weight}
-    loss = goal.token * means["token_loss"] + goal.variation * means["variation"]
-    loss += goal.confidence * means.get("confidence_loss", 0.0)
+    loss = losses.TOKEN * means["token_loss"] + losses.VARIATION * means["variation"]
+    loss += losses.CONFIDENCE * means.get("confidence_loss", 0.0)
     by_depth = {}
     for j, (agrees, accepted) in shares.items():
         by_depth |= {
@@ -143,7 +143,9 @@ def plain_loss(
 @pytest.mark.parametrize(
     "kind", [DFLASH, pytest.param(DSPARK, marks=pytest.mark.matrix), DSPARK_REDUCED, DSPARK_BARE]
 )  # DSPARK_REDUCED has all that DSPARK has, and a draft vocabulary
-def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slope(kind, x64):
+def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slope(
+    kind, x64, monkeypatch
+):
     recipe = recipe_of(kind)
     policy, params, shared, batch = setting(recipe)
     anchors = losses.draw(losses.candidates(batch), STEP, recipe)
@@ -155,13 +157,15 @@ def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slop
     total, metrics = updates.loss_of(recipe, STEP)(params, shared, batch)
     assert dict(metrics | {"loss": total}) == pytest.approx(expected, rel=1e-10)
     # The slope of the acceptance that the confidence learns is not followed, so that term is left out.
-    slope = slope_of(replace(recipe, objective=BlockObjective(confidence=0.0)), STEP)
-    updates.check_slope(slope, recipe, params, shared, batch)
+    monkeypatch.setattr(losses, "CONFIDENCE", 0.0)
+    updates.check_slope(slope_of(recipe, STEP), recipe, params, shared, batch)
 
 
-def test_the_confidence_trains_all_that_it_reads_and_nothing_else(x64):
+def test_the_confidence_trains_all_that_it_reads_and_nothing_else(x64, monkeypatch):
     """As published: its gradient flows into the layers and the Markov embedding, not through its target into the logits."""
-    recipe = recipe_of(DSPARK, BlockObjective(token=0.0, variation=0.0))
+    monkeypatch.setattr(losses, "TOKEN", 0.0)
+    monkeypatch.setattr(losses, "VARIATION", 0.0)
+    recipe = recipe_of(DSPARK)
     _, params, shared, batch = setting(recipe)
     _, gradient = slope_of(recipe, STEP)(params.replace(ids=None), params, shared, batch)
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
@@ -172,8 +176,8 @@ def test_the_confidence_trains_all_that_it_reads_and_nothing_else(x64):
 # Anchors
 
 
-def test_anchors_are_different_tokens_whose_next_token_is_to_be_learned(x64):
-    """As many as there are, at most one for `spacing` tokens of the row."""
+def test_anchors_are_different_tokens_whose_next_token_is_to_be_learned(x64, monkeypatch):
+    """As many as there are, at most one for SPACING tokens of the row."""
     recipe = recipe_of(DSPARK_REDUCED)
     batch = updates.batch_of(recipe)
     segments, answers = np.asarray(batch.segments), np.asarray(batch.is_answer)
@@ -183,8 +187,8 @@ def test_anchors_are_different_tokens_whose_next_token_is_to_be_learned(x64):
     assert 0 < able.sum() < answers.sum(), "some answers begin at the first token of their segment"
     np.testing.assert_array_equal(losses.candidates(batch), able)
     for spacing in (1, 2, 8):
-        own = replace(recipe, objective=BlockObjective(spacing=spacing))
-        found = [np.asarray(losses.draw(jnp.asarray(able), step, own)) for step in (4, 4, 5)]
+        monkeypatch.setattr(losses, "SPACING", spacing)
+        found = [np.asarray(losses.draw(jnp.asarray(able), step, recipe)) for step in (4, 4, 5)]
         np.testing.assert_array_equal(found[0], found[1])
         assert spacing == 1 or (found[0] != found[2]).any(), "every step draws anew"
         assert found[0].shape == (4, 16 // spacing)
@@ -197,9 +201,10 @@ def test_anchors_are_different_tokens_whose_next_token_is_to_be_learned(x64):
     assert (one != other).any()
 
 
-def test_every_candidate_is_drawn_equally_often():
+def test_every_candidate_is_drawn_equally_often(monkeypatch):
     """2,000 draws of 4 of 10: a share of 0.4 has a standard deviation of 0.011; one that is off by 0.06 is seen."""
-    recipe = recipe_of(DSPARK_REDUCED, BlockObjective(spacing=4))
+    monkeypatch.setattr(losses, "SPACING", 4)
+    recipe = recipe_of(DSPARK_REDUCED)
     mask = jnp.arange(16)[None] % 8 < 5
     steps = jnp.arange(2000)
     drawn = np.asarray(jax.jit(jax.vmap(lambda step: losses.draw(mask, step, recipe)))(steps))

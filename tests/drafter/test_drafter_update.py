@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +20,7 @@ from tlt_jax.drafter import (
     step_training,
     update as drafter_update,
 )
-from tlt_jax.drafter.recipe import (
-    BlockObjective,
-    DrafterState,
-    EagleObjective,
-    Recipe,
-    recipe_of as configured,
-)
+from tlt_jax.drafter.recipe import DrafterState, Recipe, recipe_of as configured
 from tlt_jax.models import architecture, drafter as drafters, eagle
 from tlt_jax.optimizer import Adam
 
@@ -40,20 +33,11 @@ ADAM = Adam(learning_rate=1e-2, total_steps=10, weight_decay=0.1)
 UNROLL = 2
 EAGLE, WHOLE, REDUCED = "eagle", "eagle3", "eagle3 reduced"
 DFLASH, DSPARK, DSPARK_REDUCED, DSPARK_BARE = "dflash", "dspark", "dspark reduced", "dspark bare"
+SOME, ONE = {"draft_vocab_size": len(IDS)}, {"block_size": 3, "num_layers": 1, "markov_rank": 8}
 SIZES = {
-    EAGLE: {},
-    WHOLE: {},
-    REDUCED: {"draft_vocab_size": len(IDS)},
-    DFLASH: {"block_size": 4},
-    DSPARK: {"block_size": 3, "num_layers": 1, "markov_rank": 8},
-    DSPARK_REDUCED: {
-        "block_size": 3,
-        "num_layers": 1,
-        "markov_rank": 8,
-        "draft_vocab_size": len(IDS),
-    },
-    DSPARK_BARE: {"block_size": 3, "num_layers": 1, "markov_rank": 0, "confidence": False},
-}
+    EAGLE: {}, WHOLE: {}, REDUCED: SOME, DFLASH: {"block_size": 4}, DSPARK: ONE, DSPARK_REDUCED: ONE | SOME,
+    DSPARK_BARE: ONE | {"markov_rank": 0, "confidence": False},
+}  # fmt: skip
 OF_EACH_KIND = pytest.mark.parametrize(
     "kind",
     [
@@ -64,18 +48,13 @@ OF_EACH_KIND = pytest.mark.parametrize(
 )
 
 
-def recipe_of(kind=EAGLE, objective=None, data=1, model=1, **changes) -> Recipe:
+def recipe_of(kind=EAGLE, data=1, model=1, **changes) -> Recipe:
     drafter = drafters.for_policy(MODEL, kind.split()[0], **SIZES[kind])
-    objective = objective or (
-        BlockObjective() if drafter.is_block else EagleObjective(unroll=UNROLL, decay=0.5)
-    )
     fixed = {
-        "param_dtype": "float64",
-        "compute_dtype": "float64",
-        "logits_chunk": 16,
-        "attention_block": 16,
-    }
-    return Recipe(MODEL, drafter, make_mesh(data, model), ADAM, objective, **(fixed | changes))
+        "unroll": 0 if drafter.is_block else UNROLL, "param_dtype": "float64", "compute_dtype": "float64",
+        "logits_chunk": 16, "attention_block": 16,
+    }  # fmt: skip
+    return Recipe(MODEL, drafter, make_mesh(data, model), ADAM, **(fixed | changes))
 
 
 def drawn(target, seed: int):
@@ -162,9 +141,8 @@ def assert_same(one, other, **tolerance):
 # Scores of single tokens
 
 
-def score(target, logits, top, ids=None, **options):
-    terms = partial(losses.eagle_terms, objective=EagleObjective(**options))
-    return losses.score(target, logits, top, losses.label_of(top, ids), ids, terms)
+def score(target, logits, top, ids=None):
+    return losses.score(target, logits, top, losses.label_of(top, ids), ids, losses.eagle_terms)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -197,32 +175,6 @@ def test_scores_worked_by_hand(x64):
         assert (bool(part.agrees), bool(part.learns)) == (agrees, learns)
 
 
-def test_the_acceptance_loss_is_one_minus_acceptance_once_that_is_high(x64):
-    p = np.array([0.5, 0.3, 0.2])
-
-    def loss(logits, kind):
-        return score(jnp.log(p), jnp.asarray(logits), jnp.int32(0), None, loss=kind).terms[
-            "token_loss"
-        ]
-
-    near = np.log(p) + np.array([0.01, 0.0, 0.0])
-    kept = np.minimum(p, softmax(near)).sum()
-    share = np.exp(-3 * kept)
-    expected = share * loss(near, "cross_entropy") + (1 - share) * (1 - kept)
-    assert float(loss(near, "acceptance")) == pytest.approx(float(expected), rel=1e-12)
-    slopes = [
-        jax.grad(loss)(jnp.array([0.3, -0.2, 0.1]), kind)
-        for kind in ("acceptance", "cross_entropy")
-    ]
-    numeric = [loss(jnp.array([0.3 + s, -0.2, 0.1]), "cross_entropy") for s in (1e-6, -1e-6)]
-    assert float(slopes[1][0]) == pytest.approx(float(numeric[0] - numeric[1]) / 2e-6, rel=1e-6)
-    q = softmax(np.array([0.3, -0.2, 0.1]))
-    below = q < p  # only these move sum min(p, q)
-    acceptance = q * (below - (q * below).sum())
-    share = np.exp(-3 * np.minimum(p, q).sum())
-    np.testing.assert_allclose(slopes[0], share * slopes[1] - (1 - share) * acceptance, rtol=1e-9)
-
-
 # The whole loss, against a plain loop over slots
 
 
@@ -242,8 +194,8 @@ def plain_loss(
         {},
         0.0,
     )
-    for j in range(recipe.objective.unroll):
-        features, tokens, agrees, acceptance, tops = [], [], [], [], []
+    for j in range(recipe.unroll):
+        features, tokens, agrees, acceptance = [], [], [], []
         for row in range(segments.shape[0]):
             for slot in range(segments.shape[1] - 1 - j):
                 place = slot + 1 + j
@@ -254,13 +206,10 @@ def plain_loss(
                 features.append(np.where(gap < 1, gap**2 / 2, gap - 0.5).mean())
                 agrees.append(kept[drafted.argmax()] == p.argmax())
                 acceptance.append(np.minimum(p[kept], drafted).sum())
-                best = np.argsort(-p[kept])[: losses.TOP]
-                tops.append(-(p[kept] * np.log(drafted))[best].sum())
                 if p.argmax() in kept:
                     tokens.append(-(p[kept] / p[kept].sum() * np.log(drafted)).sum())
         part = 0.1 * np.mean(tokens) + np.mean(features) if eagle1 else np.mean(tokens)
-        part += recipe.objective.top_loss * np.mean(tops)
-        total += recipe.objective.decay**j * part
+        total += losses.DECAY**j * part
         metrics |= {
             f"agreement@{j + 1}": np.mean(agrees),
             f"acceptance@{j + 1}": np.mean(acceptance),
@@ -269,24 +218,12 @@ def plain_loss(
             metrics |= {"token_loss": np.mean(tokens)} | (
                 {"feature_loss": np.mean(features)} if eagle1 else {}
             )
-            metrics |= {"top_loss": np.mean(tops)} if recipe.objective.top_loss else {}
     return metrics | {"loss": total, "tokens": answers.sum()}
 
 
-@pytest.mark.parametrize(
-    "kind, top_loss",
-    [
-        pytest.param(EAGLE, 0.0, marks=pytest.mark.matrix),
-        (WHOLE, 0.0),
-        (REDUCED, 0.0),
-        (EAGLE, 0.7),
-    ],
-)
-def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slope(
-    kind, top_loss, x64, monkeypatch
-):
-    monkeypatch.setattr(losses, "TOP", 3)
-    recipe = recipe_of(kind, EagleObjective(UNROLL, 0.5, top_loss=top_loss))
+@pytest.mark.parametrize("kind", [EAGLE, pytest.param(WHOLE, marks=pytest.mark.matrix), REDUCED])
+def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slope(kind, x64):
+    recipe = recipe_of(kind)
     policy, params = policy_of(recipe), params_of(recipe)
     batch, shared = observed(recipe, policy, batch_of(recipe)), drafters.shared(policy)
     rows = (batch.tokens, batch.features, batch.positions, batch.segments)
@@ -318,7 +255,7 @@ def test_segments_and_not_positions_determine_what_a_draft_step_can_predict(kind
 @OF_EACH_KIND
 def test_sharded_and_chunked_updates_are_the_plain_one_and_compile_once(kind, x64):
     results = []
-    for recipe in (recipe_of(kind), recipe_of(kind, None, 4, 2, logits_chunk=1, attention_block=3)):
+    for recipe in (recipe_of(kind), recipe_of(kind, 4, 2, logits_chunk=1, attention_block=3)):
         update, state, policy = drafter_update.program(recipe), state_of(recipe), policy_of(recipe)
         placed, compiled = jax.tree.map(lambda leaf: leaf.sharding, state), update._cache_size()
         for _ in range(2):
@@ -330,7 +267,7 @@ def test_sharded_and_chunked_updates_are_the_plain_one_and_compile_once(kind, x6
 
 
 def test_state_is_the_one_announced_for_checkpoints(x64):
-    recipe = recipe_of(REDUCED, None, 2, 2, param_dtype="bfloat16", compute_dtype="bfloat16")
+    recipe = recipe_of(REDUCED, 2, 2, param_dtype="bfloat16", compute_dtype="bfloat16")
     state, expected = state_of(recipe), drafter_recipe.abstract_state(recipe)
     assert jax.tree.structure(state) == jax.tree.structure(expected)
     for leaf, announced in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
@@ -359,15 +296,15 @@ def test_stored_features_give_the_same_update_as_computed_ones(x64):
 
 
 @pytest.mark.parametrize("kind", [REDUCED, DSPARK_REDUCED])
-def test_only_trained_leaves_move_and_losses_fall(kind, x64):
-    # A block drafter has the same anchors in every step.
-    recipe = recipe_of(kind, BlockObjective(spacing=1) if kind == DSPARK_REDUCED else None)
+def test_only_trained_leaves_move_and_losses_fall(kind, x64, monkeypatch):
+    monkeypatch.setattr(losses, "SPACING", 1)  # a block drafter has the same anchors in every step
+    recipe = recipe_of(kind, seed=int(kind == DSPARK_REDUCED))  # programs are kept by recipe
     policy, state, before = policy_of(recipe), state_of(recipe), params_of(recipe)
-    kept, losses = jax.device_get(policy), []
+    kept, found = jax.device_get(policy), []
     for _ in range(6):
         state, metrics = drafter_update.program(recipe)(state, policy, batch_of(recipe))
-        losses.append(float(metrics["loss"]))
-    assert losses == sorted(losses, reverse=True)
+        found.append(float(metrics["loss"]))
+    assert found == sorted(found, reverse=True)
     assert_same(policy, kept)
     np.testing.assert_array_equal(state.params.ids, IDS)
     for leaf, old in zip(
@@ -416,30 +353,15 @@ def test_rows_without_answers_have_no_loss_and_no_gradient(kind, x64):
     )
 
 
-def test_noise_is_new_in_every_step_and_the_same_after_a_resume(x64):
-    recipe = recipe_of(EAGLE, EagleObjective(UNROLL, 0.5, noise=0.1), seed=3)
-    features = jnp.zeros((4, 16, 16))
-    first, again, second = (losses.noise(jnp.int32(step), features, recipe) for step in (0, 0, 1))
-    np.testing.assert_array_equal(first, again)
-    assert (np.asarray(first) != np.asarray(second)).all()
-    assert 0.09 < float(jnp.abs(first).max()) < 0.1 and abs(float(first.mean())) < 0.01
-    policy, params = policy_of(recipe), params_of(recipe)
-    given = params, drafters.shared(policy), observed(recipe, policy, batch_of(recipe))
-    assert loss_of(recipe)(*given)[0] != loss_of(recipe_of(EAGLE))(*given)[0]
-
-
 def test_recipe_holds_the_numbers_of_the_configuration():
     knobs = DrafterTraining(learning_rate=2e-4, steps=40, unroll=3)
     config = Config(drafter_training=knobs, optim=Optim(beta2=0.9, grad_clip=0.5))
     recipe = configured(config, MODEL, drafters.for_policy(MODEL, "eagle"), make_mesh(1, 1))
     assert recipe.adam == Adam(2e-4, 40, "cosine", 2, 0.1, 0.9, 0.9, 0.0, 0.5)
-    assert recipe.objective == EagleObjective(3)
+    assert recipe.unroll == 3
     config = replace(config, drafter_training=replace(knobs, unroll=0))
     assert (
-        configured(
-            config, MODEL, drafters.for_policy(MODEL, "eagle3"), make_mesh(1, 1)
-        ).objective.unroll
-        == 5
+        configured(config, MODEL, drafters.for_policy(MODEL, "eagle3"), make_mesh(1, 1)).unroll == 5
     )
     assert hash(recipe) == hash(replace(recipe))
 

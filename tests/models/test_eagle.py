@@ -207,30 +207,6 @@ def test_gradients_reach_every_weight_alike_through_blocks(x64):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-11)
 
 
-def test_detached_steps_get_no_gradient_from_later_ones(x64):
-    config = dataclasses.replace(cases.config("eagle3"), norm_output=True)
-    params, shared = cases.params("eagle3"), cases.shared()
-    random = np.random.default_rng(2)
-    tokens = jnp.asarray(random.integers(0, cases.VOCAB, (2, 6)))
-    features = jnp.asarray(random.normal(size=(2, 6, config.feature_width)))
-    places = jnp.broadcast_to(jnp.arange(6), (2, 6))
-
-    def last(norm, detach):
-        changed = params.replace(final_norm=norm)
-        rows = tokens, features, places, jnp.ones_like(tokens)
-        return eagle.unroll(changed, config, shared, *rows, 2, detach=detach)[1].sum((0, 1))
-
-    norm = params.final_norm
-    (plain, detached), slopes = (
-        [jax.jit(function, static_argnums=1)(norm, detach) for detach in (False, True)]
-        for function in (last, jax.jacrev(last))
-    )
-    np.testing.assert_array_equal(plain, detached)
-    # Only the norm of the last step itself is left: its output is proportional to each weight.
-    np.testing.assert_allclose(slopes[1], np.diag(detached / norm), rtol=1e-9, atol=1e-12)
-    assert np.abs(slopes[0] - slopes[1]).max() > 1e-3
-
-
 def test_memory_of_training_grows_linearly_with_the_row():
     config, mesh = cases.config("eagle3"), meshes.make_mesh(1, 1)
     params = drafters.abstract(config, mesh, "train", "float32").replace(ids=None)

@@ -18,7 +18,7 @@ from tlt_jax.drafter import (
     update as drafter_update,
 )
 from tlt_jax.drafter.idle_training import IdleTraining
-from tlt_jax.drafter.recipe import BlockObjective, EagleObjective, Recipe
+from tlt_jax.drafter.recipe import Recipe
 from tlt_jax.drafter.replay import Replay, ReplayConfig
 from tlt_jax.drafter.update import Copies, MicroStep
 from tlt_jax.keys import TRAIN_STREAM
@@ -43,7 +43,7 @@ class Setting:
             drafter,
             self.engine.mesh,
             ADAM,
-            EagleObjective(2) if kind.startswith("eagle") else BlockObjective(),
+            0 if drafter.is_block else 2,
             attention_block=16,
             **fixed,
         )

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 from tlt_jax import keys
 from tlt_jax.data.packing import PackedRows
 from tlt_jax.distributed.mesh import sharding
-from tlt_jax.drafter.recipe import EagleObjective, Recipe
+from tlt_jax.drafter.recipe import Recipe
 from tlt_jax.kernels.numerics import contract, masked
 from tlt_jax.models import block_drafter, drafter as drafters, eagle, targets
 from tlt_jax.models.drafter import DrafterParams, Shared
@@ -30,8 +30,14 @@ from tlt_jax.shapes import shaped
 
 # Weight of the token loss; that of eagle's feature loss is 1 (arXiv 2401.15077, section 3.2).
 TOKEN_WEIGHT = {"eagle": 0.1, "eagle3": 1.0}
-TOP = 10  # tokens of the loss on the most likely ones (arXiv 2408.15766, section 4)
-ETA = 3.0  # "acceptance" loss (arXiv 2602.23881): decay of the cross-entropy term with acceptance
+DECAY = 0.8  # of the weights of EAGLE's draft steps
+# Of a block drafter, as published for DSpark (arXiv 2607.05147): weights of the cross-entropy of the row's next token, of the
+# L1 distance of the drafter's and the policy's distribution, and of the cross-entropy of a confidence head to the acceptance
+# probability; position j of a block has the weight exp(-j / GAMMA).
+TOKEN, VARIATION, CONFIDENCE, GAMMA = 0.1, 0.9, 1.0, 4.0
+# Rows have one block for every SPACING tokens. DSpark's training has at most 512 for 4096 tokens, of millions of texts; an RL
+# run has few texts, and learns more from a row with more blocks.
+SPACING = 2
 # Trained weights that read hidden states. A block drafter's final norm belongs to its layers.
 HEADS = {
     False: ("final_norm", "head"),
@@ -54,7 +60,10 @@ def loss(
 
     Metrics: `tokens`, `agreement@1`, `acceptance@1`, ... by depth, given the depths before, and the terms of the loss.
     """
-    total, metrics = LOSSES[recipe.drafter.kind](params, shared, batch, recipe, step)
+    if recipe.drafter.is_block:
+        total, metrics = block_loss(params, shared, batch, recipe, step)
+    else:
+        total, metrics = eagle_loss(params, shared, batch, recipe)
     return total, {"tokens": jnp.sum(batch.is_answer), **metrics}
 
 
@@ -62,22 +71,17 @@ def loss(
 
 
 def eagle_loss(
-    params: DrafterParams,
-    shared: Shared,
-    batch: PackedRows,
-    recipe: Recipe,
-    step: Int[Array, ""] | int,
+    params: DrafterParams, shared: Shared, batch: PackedRows, recipe: Recipe
 ) -> tuple[Array, Metrics]:
     """`loss` of EAGLE drafters.
 
     Each term is a mean over the positions in `is_answer` that draft step j can predict: j + 1 slots of their segment lie
     before them.
     """
-    objective, kind = recipe.objective, recipe.drafter.kind
-    features = batch.features + noise(step, batch.features, recipe)
+    kind = recipe.drafter.kind
     hidden = eagle.unroll(
-        params, recipe.drafter, shared, batch.tokens, features, batch.positions, batch.segments,
-        objective.unroll, recipe.attention_block, recipe.mesh, objective.detach,
+        params, recipe.drafter, shared, batch.tokens, batch.features, batch.positions, batch.segments,
+        recipe.unroll, recipe.attention_block, recipe.mesh,
     )  # fmt: skip
     aligned = [jnp.roll(step, j + 1, axis=1) for j, step in enumerate(hidden)]
     scores = step_scores(params, shared, batch.states, aligned, recipe)
@@ -88,26 +92,12 @@ def eagle_loss(
         known = batch.is_answer & jnp.roll(reaches, j + 1, axis=1)  # s - 1 - j is in s's segment
         terms = {"token_loss": mean(score.terms["token_loss"], known & score.learns)}
         step_loss = TOKEN_WEIGHT[kind] * terms["token_loss"]
-        if objective.top_loss:
-            terms["top_loss"] = mean(score.terms["top_loss"], known)
-            step_loss += objective.top_loss * terms["top_loss"]
         if kind == "eagle":
             terms["feature_loss"] = mean(smooth_l1(predicted, batch.states), known)
             step_loss += terms["feature_loss"]
         metrics |= (terms if j == 0 else {}) | at_depth(j, score, known)
-        total += objective.decay**j * step_loss
+        total += DECAY**j * step_loss
     return total, metrics
-
-
-def noise(
-    step: Int[Array, ""] | int, features: Float[Array, "R T F"], recipe: Recipe
-) -> Float[Array, "R T F"] | float:
-    """The noise added to the features at this step: uniform, or 0.0 when off."""
-    size = recipe.objective.noise
-    if not size:
-        return 0.0
-    noise_key = keys.feature_noise_key(recipe.seed, step)
-    return jax.random.uniform(noise_key, features.shape, features.dtype, -size, size)
 
 
 @shaped
@@ -130,7 +120,6 @@ def step_scores(
     """
     head = PolicyHead.of(shared, params, recipe, states.dtype)
     draft = draft_logits(params, head, recipe)
-    terms = partial(eagle_terms, objective=recipe.objective)
 
     def one(states: Array, *hidden: Array) -> list[Scores]:
         logits = head.logits(states)
@@ -138,27 +127,17 @@ def step_scores(
         target = logits if head.ids is None else head.drafted(states)
         target, labels = target - normalizer[..., None], label_of(top, head.ids)
         return [
-            score(target, draft(state, None)[0], top, labels, head.ids, terms) for state in hidden
+            score(target, draft(state, None)[0], top, labels, head.ids, eagle_terms)
+            for state in hidden
         ]
 
     chunk = max(1, recipe.logits_chunk // (1 + len(hidden)))
     return in_chunks(one, (states, *hidden), recipe.mesh, chunk)
 
 
-def eagle_terms(one: Compared, labels: Array, objective: EagleObjective) -> Metrics:
-    """`token_loss`: the cross-entropy to the policy over the draft vocabulary.
-
-    `top_loss`: its terms of the policy's most likely tokens; absent when that loss is off.
-    """
-    token_loss = -jnp.sum(jax.nn.softmax(one.target, axis=-1) * one.logprobs, axis=-1)
-    if objective.loss == "acceptance":
-        share = jax.lax.stop_gradient(jnp.exp(-ETA * one.acceptance))
-        token_loss = share * token_loss + (1 - share) * (1 - one.acceptance)
-    if not objective.top_loss:
-        return {"token_loss": token_loss}
-    least = jax.lax.top_k(one.target, min(TOP, one.target.shape[-1]))[0][..., -1:]
-    top_loss = -jnp.sum(jnp.where(one.target >= least, one.p * one.logprobs, 0), axis=-1)
-    return {"token_loss": token_loss, "top_loss": top_loss}
+def eagle_terms(one: Compared, labels: Array) -> Metrics:
+    """`token_loss`: the cross-entropy to the policy over the draft vocabulary."""
+    return {"token_loss": -jnp.sum(jax.nn.softmax(one.target, axis=-1) * one.logprobs, axis=-1)}
 
 
 # Block drafters: every position of the blocks at drawn anchors
@@ -173,10 +152,10 @@ def block_loss(
 ) -> tuple[Array, Metrics]:
     """`loss` of block drafters.
 
-    Each term is a mean over the positions that count, with the weights exp(-j / gamma); the token loss only over those
+    Each term is a mean over the positions that count, with the weights exp(-j / GAMMA); the token loss only over those
     whose next token is in the row and in the draft vocabulary (arXiv 2607.05147). The Markov head reads the row's tokens.
     """
-    config, objective = recipe.drafter, recipe.objective
+    config = recipe.drafter
     anchors = draw(candidates(batch), step, recipe)
     hidden = block_drafter.forward_blocks(
         params, config, shared, batch.tokens, batch.features, batch.positions, batch.segments, anchors,
@@ -185,14 +164,14 @@ def block_loss(
     places = positions_of(anchors, batch, config.depth)
     scores = block_scores(params, shared, batch, places, hidden, recipe)
 
-    counts, weights = places.counts, jnp.exp(-jnp.arange(config.depth) / objective.gamma)
+    counts, weights = places.counts, jnp.exp(-jnp.arange(config.depth) / GAMMA)
     learns = {"token_loss": counts & scores.learns}
     metrics = {
         name: mean(term, learns.get(name, counts), weights) for name, term in scores.terms.items()
     }
-    total = objective.token * metrics["token_loss"] + objective.variation * metrics["variation"]
+    total = TOKEN * metrics["token_loss"] + VARIATION * metrics["variation"]
     if config.confidence:
-        total += objective.confidence * metrics["confidence_loss"]
+        total += CONFIDENCE * metrics["confidence_loss"]
     for j in range(config.depth):
         metrics |= at_depth(j, jax.tree.map(lambda array: array[..., j], scores), counts[..., j])  # noqa: B023
     return total, metrics
@@ -209,12 +188,12 @@ def candidates(batch: PackedRows) -> Bool[Array, "R T"]:
 def draw(
     mask: Bool[Array, "R T"], step: Int[Array, ""] | int, recipe: Recipe
 ) -> Int32[Array, "R A"]:
-    """The anchors of every row: A = T / spacing different tokens where the mask is True; -1 where it has fewer.
+    """The anchors of every row: A = T / SPACING different tokens where the mask is True; -1 where it has fewer.
 
     Each of them with the same probability. A function of the seed, the step and the mask alone.
     """
     order = jax.random.uniform(keys.anchors_key(recipe.seed, step), mask.shape, jnp.float32)
-    count = -(-mask.shape[1] // recipe.objective.spacing)
+    count = -(-mask.shape[1] // SPACING)
     chosen, anchors = jax.lax.top_k(jnp.where(mask, order, -1), count)
     return jnp.where(chosen < 0, -1, anchors).astype(jnp.int32)
 
@@ -311,9 +290,6 @@ def block_terms(one: Compared, labels: Array, confidence: Array | None, is_part:
         return terms
     wanted = jax.lax.stop_gradient(one.acceptance)
     return terms | {"confidence_loss": optax.sigmoid_binary_cross_entropy(confidence, wanted)}
-
-
-LOSSES = {"eagle": eagle_loss, "eagle3": eagle_loss, "dflash": block_loss, "dspark": block_loss}
 
 
 # The scorer

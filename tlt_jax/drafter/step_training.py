@@ -41,7 +41,7 @@ class StepTraining:
     @property
     def relative_seconds(self) -> float:
         """Expected compile seconds over a plain chunk's: those of a micro-step, and a forward pass of the policy."""
-        return 2.0 + 0.4 * self.recipe.objective.compile_steps
+        return 2.0 + 0.4 * self.recipe.compile_steps
 
     def earned(
         self, investment: Investment, worth: Worth, done: int, left: int, drafts: bool

@@ -229,7 +229,7 @@ class MicroStep:
     @property
     def relative_seconds(self) -> float:
         """Expected compile seconds over a plain chunk's: on 12 layers 1.8, 1.9, 3.9 with 1, 3, 5 draft steps."""
-        return 1.4 + 0.4 * self.recipe.objective.compile_steps
+        return 1.4 + 0.4 * self.recipe.compile_steps
 
     def __str__(self) -> str:
         return f"drafter step of {self.tokens} tokens, group {self.group}"

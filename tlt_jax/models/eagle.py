@@ -290,7 +290,6 @@ def unroll(
     steps: int,
     block: int = 512,
     mesh: Mesh | None = None,
-    detach: bool = False,
 ) -> Float[Array, "J B T Z"]:
     """Hidden states of `steps` levels of drafting along given tokens: EAGLE-3's training-time test.
 
@@ -298,8 +297,6 @@ def unroll(
     rotary position t + j, and attends to step 0 of its segment's slots up to t and to its own slot of steps 1..j.
     `extend` and then j times `draft_level` compute the same (section 3.2). Step j predicts token t + 2 + j; it is undefined
     where token t + 1 + j is beyond t's segment.
-
-    With `detach` no gradient flows from a step to the hidden states that it reads (HASS, arXiv 2408.15766, section 3.2).
 
     Computed in the dtype of `features`; `params`: "train" layout. The backward pass recomputes every step; memory grows
     linearly with T. With a mesh, rows stay sharded over `data`.
@@ -340,5 +337,4 @@ def unroll(
         )
         past = (*past, kv)
         hidden.append(state)
-        state = jax.lax.stop_gradient(state) if detach else state
     return jnp.stack(hidden)

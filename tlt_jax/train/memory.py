@@ -144,9 +144,9 @@ def learning(config: Config, recipe: Recipe, drafter: DrafterConfig | None) -> d
 
 
 def drafter_shapes(config: Config, recipe: Recipe, drafter: DrafterConfig) -> DrafterRecipe:
-    """A recipe for the shapes of the drafter's state, which depend on no number of its objective or optimizer."""
+    """A recipe for the shapes of the drafter's state, which depend on no number of its loss or optimizer."""
     return DrafterRecipe(
-        recipe.model, drafter, recipe.mesh, recipe.adam, None, param_dtype=config.model.param_dtype
+        recipe.model, drafter, recipe.mesh, recipe.adam, param_dtype=config.model.param_dtype
     )
 
 
