@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
 from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +28,7 @@ from tlt_jax.rollout import ngram_memory
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import Admit, CatchUp, Decode, Prefill, StateShape
 from tlt_jax.rollout.request import admission_size
-from tlt_jax.spec_decode import strategy as strategies, tree_drafter
+from tlt_jax.spec_decode import tree_drafter
 from tlt_jax.spec_decode.interface import DecodingParams
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.train import memory
@@ -39,25 +42,19 @@ TINY = [
     "--model.init.hidden_size", "32", "--model.init.intermediate_size", "64", "--model.init.vocab_size", "128",
     "--rollout.prompts", "4", "--rollout.samples", "2", "--speculation.drafter", "none",
 ]  # fmt: skip
+NEW = "--speculation.drafter", "runs/nowhere", "--drafter_training.kind"
 DRAFTERS = {
     "ngram": ("--speculation.drafter", "ngram"),
-    "eagle": ("--speculation.drafter", "runs/nowhere", "--drafter_training.kind", "eagle"),
-    "eagle3": (
-        *("--speculation.drafter", "runs/nowhere"),
-        *("--drafter_training.kind", "eagle3", "--drafter_training.vocab", "64"),
-    ),
-    "dspark": (
-        *("--speculation.drafter", "runs/nowhere"),
-        *("--drafter_training.kind", "dspark", "--drafter_training.vocab", "64"),
-    ),
+    "eagle": (*NEW, "eagle"),
+    "eagle3": (*NEW, "eagle3", "--drafter_training.vocab", "64"),
+    "dspark": (*NEW, "dspark", "--drafter_training.vocab", "64"),
 }
 
 
-def save_block(path, model, kind) -> str:
-    """A directory with the config.json of a block drafter, which is all that plan reads."""
+def save_config(path, drafter) -> str:
+    """A directory with the config.json of a drafter, which is all that plan reads."""
     path.mkdir()
-    own = drafters.for_policy(model, kind)
-    raw = hf_drafter.to_raw(own, np.dtype("float32"))
+    raw = hf_drafter.to_raw(drafter, np.dtype("float32"))
     (path / "config.json").write_text(json.dumps(raw))
     return str(path)
 
@@ -87,6 +84,63 @@ def preflight(settings, recipe, engine) -> None:
 @pytest.fixture
 def planned():
     return plan_of()
+
+
+DRAFTING = "rollout chunk learned:3_2_6 of 4"
+
+
+class Command(NamedTuple):
+    """A run of the command: what it printed, and the programs that it compiled, by name."""
+
+    printed: str
+    progress: str
+    compiled: dict[str, jax.stages.Compiled]
+    plan: tuple
+
+
+LONG = (
+    *("--model.init.head_dim", "32", "--model.init.max_position_embeddings", "4096"),
+    *("--train.row_tokens", "0"),
+    *("--rollout.max_new_tokens", "4080", "--speculation.strategies", "['3_2_6']"),
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "eagle3",
+        *(pytest.param(one, marks=pytest.mark.matrix) for one in ("eagle", "dspark")),
+    ],
+)
+def ran(request):
+    """The command on an adaptive drafter and long answers."""
+    adaptive = "--speculation.drafter", "adaptive", "--drafter_training.kind", request.param
+    short = "--drafter_training.unroll", "1", "--speculation.strategies", "['learned:3_2_6']"
+    words, found, compiled = [*LONG, *adaptive, *short], [], {}
+    compile_one, print_one = jax.stages.Lowered.compile, report.print_report
+
+    def kept(lowered, *given, **options):
+        found.append(compile_one(lowered, *given, **options))
+        return found[-1]
+
+    def print_report(program, *given):
+        outcome = print_one(program, *given)
+        compiled[program.name] = found[-1]
+        return outcome
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["plan", *TINY, "--mesh.model", "2", *words])
+        patch.setattr(jax.stages.Lowered, "compile", kept)
+        patch.setattr(report, "print_report", print_report)
+        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as progress:
+            assert command.main() == 0
+    plan = plan_of(*words, captures_states=True)
+    return Command(out.getvalue(), progress.getvalue(), compiled, plan)
+
+
+def crossed(compiled, mesh) -> set[str]:
+    """The axes that the collectives of a program cross."""
+    return {name.split(" over ")[1] for name in collectives(compiled.as_text(), mesh)}
 
 
 def test_bytes_of_one_device_are_those_of_its_shards():
@@ -177,30 +231,37 @@ def test_a_drafters_arrays_count_before_a_run_starts(monkeypatch):
 
 
 def test_a_config_json_is_enough_to_plan_and_without_one_drafter_training_decides(tmp_path):
-    knobs = ("--drafter_training.kind", "eagle3", "--drafter_training.vocab")
-    knobs = ("--speculation.drafter", str(tmp_path / "drafter"), *knobs)
-    _, recipe, engine = plan_of(*knobs, "50")
-    assert (engine.drafter.kind, engine.drafter.draft_vocab_size) == ("eagle3", 50)
-    (tmp_path / "drafter").mkdir()
-    raw = hf_drafter.to_raw(engine.drafter, np.dtype("float32"))
-    (tmp_path / "drafter" / "config.json").write_text(json.dumps(raw))
-    assert plan_of(*knobs, "60")[2].drafter == engine.drafter
-    started = (
+    path = str(tmp_path / "drafter")
+    knobs = (
         "--speculation.drafter",
-        "runs/nowhere",
-        "--drafter_training.start",
-        str(tmp_path / "drafter"),
+        path,
+        "--drafter_training.kind",
+        "eagle3",
+        "--drafter_training.vocab",
     )
-    assert plan_of(*started)[2].drafter == engine.drafter
-    refused = "drafter_training.vocab 60: an eagle drafter proposes every token"
-    with pytest.raises(ConfigError, match=refused):
+    drafter = plan_of(*knobs, "50")[2].drafter
+    assert (drafter.kind, drafter.draft_vocab_size) == ("eagle3", 50)
+    assert save_config(tmp_path / "drafter", drafter) == path
+    assert plan_of(*knobs, "60")[2].drafter == drafter
+    started = "--speculation.drafter", "runs/nowhere", "--drafter_training.start", path
+    assert plan_of(*started)[2].drafter == drafter
+    with pytest.raises(ConfigError, match="vocab 60: an eagle drafter proposes every token"):
         plan_of(*DRAFTERS["eagle"], "--drafter_training.vocab", "60")
+    with pytest.raises(ConfigError, match="'adaptve' is not a directory: did you mean adaptive"):
+        plan_of("--speculation.drafter", "adaptve")
+
+
+def test_a_directory_of_a_drafter_may_have_any_name(tmp_path, monkeypatch):
+    (tmp_path / "ngrams").mkdir()
+    monkeypatch.chdir(tmp_path)
+    named = schema.Config(speculation=schema.Speculation("ngrams"))
+    assert from_config.drafter_directory(named) == Path("ngrams")
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_a_block_drafter_is_drafted_with_and_trained_further(tmp_path, kind):
     model = planned_programs.sizes(configuration.parse(TINY))
-    path = save_block(tmp_path / "own", model, kind)
+    path = save_config(tmp_path / "own", drafters.for_policy(model, kind))
     engine = plan_of("--speculation.drafter", path)[2]
     assert engine.drafter.kind == kind
     start = "--speculation.drafter", "adaptive", "--drafter_training.start", path
@@ -209,27 +270,12 @@ def test_a_block_drafter_is_drafted_with_and_trained_further(tmp_path, kind):
         plan_of(*start, "--drafter_training.unroll", "3")
 
 
-def test_a_new_block_drafter_has_two_layers_and_a_block_of_eight():
+def test_a_new_drafter_is_of_eagle_3_1_or_has_two_layers_and_a_block_of_eight():
+    drafter = plan_of("--speculation.drafter", "adaptive")[2].drafter
+    assert drafter.kind == "eagle3" and drafter.fc_norm and drafter.norm_output
     new = "--speculation.drafter", "adaptive", "--drafter_training.kind", "dspark"
     found = plan_of(*new)[2].drafter
     assert (found.kind, found.layers.num_layers, found.block_size) == ("dspark", 2, 8)
-
-
-def test_a_misspelt_drafter_gets_a_suggestion_and_a_directory_may_have_any_name(
-    tmp_path, monkeypatch
-):
-    with pytest.raises(ConfigError, match="'adaptve' is not a directory: did you mean adaptive"):
-        plan_of("--speculation.drafter", "adaptve")
-    tmp_path = tmp_path / "ngrams"
-    tmp_path.mkdir()
-    monkeypatch.chdir(tmp_path.parent)
-    named = schema.Config(speculation=schema.Speculation(tmp_path.name))
-    assert from_config.drafter_directory(named) == Path("ngrams")
-
-
-def test_a_new_eagle3_drafter_is_of_eagle_3_1():
-    drafter = plan_of("--speculation.drafter", "adaptive")[2].drafter
-    assert drafter.kind == "eagle3" and drafter.fc_norm and drafter.norm_output
 
 
 @pytest.mark.parametrize("wanted, policy, expected", [
@@ -251,10 +297,8 @@ def test_an_adaptive_drafter_is_planned_as_training_begins_it(tmp_path):
     loaded = from_config.load_drafter(settings, recipe.model, recipe.mesh)
     assert loaded == (engine.drafter, None) and engine.basis["drafter"] == "eagle3"
 
-    (tmp_path / "begun").mkdir()
-    raw = hf_drafter.to_raw(engine.drafter, np.dtype("float32"))
-    (tmp_path / "begun" / "config.json").write_text(json.dumps(raw))
-    begun = plan_of(*adaptive, "--drafter_training.start", str(tmp_path / "begun"))[2]
+    path = save_config(tmp_path / "begun", engine.drafter)
+    begun = plan_of(*adaptive, "--drafter_training.start", path)[2]
     assert begun.drafter == engine.drafter
 
     kinds, alone = budget(settings, recipe, engine), plan_of(*DRAFTERS["eagle3"], *kind[2:])
@@ -307,79 +351,57 @@ def test_strategies_reach_the_batches_that_the_tuners_use_them_for():
         assert name == "goodput" or used == reach, name
 
 
-def test_a_run_that_cannot_fit_is_refused_with_the_knob(planned, monkeypatch):
-    settings, recipe, engine = planned
-    preflight(settings, recipe, engine)
-    monkeypatch.setattr(memory, "device_memory", lambda mesh: 1000)
-    with pytest.raises(ConfigError, match="does not fit.*a device has.*change "):
-        preflight(settings, recipe, engine)
-
-
-def test_the_largest_kind_names_the_knob():
-    assert "rollout.slots" in memory.advice({"weights": 1, "cache": 2})
-    assert "mesh.model" in memory.advice({"weights": 1, "logits chunk": 2})
-
-
-@pytest.mark.parametrize(
-    "drafter",
-    ["eagle3", *(pytest.param(one, marks=pytest.mark.matrix) for one in ("eagle", "dspark"))],
-)  # eagle3 sees the most: the states of several layers
-def test_plain_decoding_only_reduces_over_model_whatever_a_drafter_wants_to_see(drafter):
+def test_plain_decoding_only_reduces_over_model_whatever_a_drafter_wants_to_see(ran):
     """Features are sharded over `model`, the states they copy are not; a drafter gathers only its windows."""
-    key, found = Decode(StateShape(0, 4, 128), 4, params=DecodingParams(eos_ids=(1,))), []
-    for drafting in ((), DRAFTERS[drafter]):
-        engine = plan_of(*drafting)[2]
-        found.append(collectives(engine.programs.lower(key).compile().as_text(), engine.groups[0]))
-    drafts = engine.programs.lower(replace(key, strategy=strategies.parse("2_2_4"))).compile()
-    crossed = collectives(drafts.as_text(), engine.groups[0])
-    assert {name.split(" over ")[0] for name in crossed} == {"all-reduce", "all-gather"}
-    plain, seen = found
-    assert {name.split(" over ")[0] for name in plain} == {"all-reduce"}
-    assert Counter(plain) == Counter(seen)
+    _, _, engine = plan_of(*LONG)
+    key = Decode(StateShape(0, 4, 4096), 4, params=DecodingParams(eos_ids=(1,)))
+    plain = engine.programs.lower(key).compile()
+    counted = [
+        Counter(collectives(one.as_text(), engine.groups[0]))
+        for one in (plain, ran.compiled["rollout chunk"], ran.compiled[DRAFTING])
+    ]
+    assert counted[0] == counted[1]
+    kinds = [{name.split(" over ")[0] for name in one} for one in counted[1:]]
+    assert kinds == [{"all-reduce"}, {"all-reduce", "all-gather"}]
 
 
-@pytest.mark.parametrize(
-    "drafter", ["ngram", pytest.param("eagle", marks=pytest.mark.matrix), "eagle3", "dspark"]
-)
-def test_drafting_stays_in_its_data_group_and_copies_no_cache(drafter, tmp_path):
+def assert_stays_in_its_group(name, compiled, engine) -> None:
+    assert crossed(compiled, engine.groups[0]) <= {"model"}, name
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    devices = set().union(*(one.device_set for one in shardings))
+    assert devices == set(engine.groups[0].devices.flat), name
+
+
+def assert_no_cache_is_copied(chunk, kinds, nodes: int) -> None:
     """Apart from the caches, a chunk needs the memory of attention to many slots, twice."""
-    long = (
-        "--model.init.num_hidden_layers",
-        "4",
-        "--model.init.head_dim",
-        "32",
-        *("--rollout.max_new_tokens", "4080", "--train.row_tokens", "0"),
-        *("--model.init.max_position_embeddings", "4096"),
-    )
+    heads, batch, slots = 2, 4, 4096 + 8
+    attention, leaf = 2 * batch * heads * nodes * slots * 4, kinds["cache"] / 4  # of two layers
+    assert chunk.memory_analysis().temp_size_in_bytes < attention + 0.75 * leaf
+
+
+def test_a_rollout_with_a_learned_drafter_stays_in_its_data_group_and_copies_no_cache(ran):
+    *_, engine = ran.plan
+    for name in ("prefill", "admission", "catching up of 4", DRAFTING):
+        assert_stays_in_its_group(name, ran.compiled[name], engine)
+    nodes = 8 if engine.drafter.kind == "dspark" else 6
+    assert_no_cache_is_copied(ran.compiled[DRAFTING], budget(*ran.plan), nodes)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "dspark"])
+def test_other_drafters_stay_in_their_data_group_and_copy_no_cache(drafter, tmp_path):
     drafting = DRAFTERS[drafter]
     if drafter == "dspark":
-        model = planned_programs.sizes(configuration.parse([*TINY, *long]))
-        drafting = "--speculation.drafter", save_block(tmp_path / "own", model, "dspark")
-    settings, recipe, engine = plan_of(*long, *drafting, "--speculation.strategies", "['3_2_6']")
+        model = planned_programs.sizes(configuration.parse([*TINY, *LONG]))
+        own = drafters.for_policy(model, "dspark")
+        drafting = "--speculation.drafter", save_config(tmp_path / "own", own)
+    settings, recipe, engine = plan_of(*LONG, *drafting)
     kinds = budget(settings, recipe, engine)
-    prefill, admission, _, *behind, chunk = planned_programs.lower_rollout(
-        settings, recipe, engine, kinds
-    )
-    assert (prefill.name, admission.name, chunk.name) == (
-        "prefill",
-        "admission",
-        "rollout chunk 3_2_6 of 4",
-    )
+    _, _, _, *behind, chunk = planned_programs.lower_rollout(settings, recipe, engine, kinds)
     assert [one.name for one in behind] == ["catching up of 4"] * (drafter != "ngram")
-    for program in (prefill, admission, *behind, chunk):
-        compiled = program.lowered.compile()
-        crossed = {
-            name.split(" over ")[1] for name in collectives(compiled.as_text(), program.mesh)
-        }
-        assert crossed <= {"model"}, program.name
-        devices = [
-            one.device_set
-            for one in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-        ]
-        assert set().union(*devices) == set(engine.groups[0].devices.flat), program.name
-    heads, nodes, batch, slots = 2, 8 if drafter == "dspark" else 6, 4, 4096 + 8
-    attention, leaf = 2 * batch * heads * nodes * slots * 4, kinds["cache"] / 8
-    assert compiled.memory_analysis().temp_size_in_bytes < attention + 0.75 * leaf
+    assert chunk.name == "rollout chunk 3_2_6 of 4"
+    for program in (*behind, chunk):
+        assert_stays_in_its_group(program.name, compiled := program.lowered.compile(), engine)
+    assert_no_cache_is_copied(compiled, kinds, 8 if drafter == "dspark" else 6)
 
 
 def test_catching_up_takes_a_bounded_number_of_tokens_at_a_time():
@@ -396,15 +418,10 @@ def test_catching_up_takes_a_bounded_number_of_tokens_at_a_time():
 
 def test_an_admission_holds_the_prompts_that_join_and_no_cache():
     _, _, engine = plan_of(*DRAFTERS["eagle"], "--rollout.prompts", "64", "--rollout.slots", "64")
-    memory = (
-        engine.programs.lower(Admit(StateShape(0, 64, 1024), Prefill(0, 1, 128)))
-        .compile()
-        .memory_analysis()
-    )
-    joining = memory.argument_size_in_bytes * admission_size(64) / 64 * 128 / 1024
-    assert (
-        joining < memory.argument_size_in_bytes / 30 and memory.temp_size_in_bytes < 1.5 * joining
-    )
+    lowered = engine.programs.lower(Admit(StateShape(0, 64, 1024), Prefill(0, 1, 128)))
+    held = lowered.compile().memory_analysis()
+    joining = held.argument_size_in_bytes * admission_size(64) / 64 * 128 / 1024
+    assert joining < held.argument_size_in_bytes / 30 and held.temp_size_in_bytes < 1.5 * joining
 
 
 def test_the_best_of_a_sharded_axis_are_those_of_the_whole_and_ties_go_to_the_first():
@@ -417,30 +434,23 @@ def test_the_best_of_a_sharded_axis_are_those_of_the_whole_and_ties_go_to_the_fi
         jax.tree.map(np.testing.assert_array_equal, tuple(found), tuple(jax.lax.top_k(values, k)))
 
 
-def test_the_command_compiles_every_program_and_says_that_it_fits(monkeypatch, capsys):
-    monkeypatch.setattr(
-        sys, "argv", ["plan", *TINY, *DRAFTERS["eagle3"], "--speculation.strategies", "['2_2_4']"]
-    )
-    assert command.main() == 0
-    printed, progress = capsys.readouterr()
-    names = ("prefill", "admission", "rollout chunk", "catching up of 4", "rollout chunk 2_2_4 of 4", "rollout reshard",
-            "policy gradients", "policy update", "drafter reshard", "drafter update")  # fmt: skip
-    for name in names:
-        assert f"{name}: compiled in" in printed
-    assert printed.count("\n  fits") == len(names) and "DOES NOT FIT" not in printed
-    assert "all-gather over data" in printed and "drafter optimizer" in printed
-    assert printed.startswith(
-        "runs/nowhere does not exist: planning for the eagle3 drafter of `drafter_training`"
-    )
+def test_the_command_compiles_every_program_and_says_that_it_fits(ran):
+    names = list(ran.compiled)
+    assert names == [
+        "prefill", "admission", "rollout chunk", "catching up of 4", DRAFTING, "harvest", "rollout reshard",
+        "policy gradients", "policy update", "drafter reshard", "drafter copies",
+        "drafter micro-step", "drafter merge", "drafter update",
+    ]  # fmt: skip
+    assert ran.printed.count("\n  fits") == len(names) and "DOES NOT FIT" not in ran.printed
     count = len(names)
-    assert re.findall(r"^compiling (.*), (\d+) of (\d+) programs left$", progress, re.M) == [
+    assert re.findall(r"^compiling (.*), (\d+) of (\d+) programs left$", ran.progress, re.M) == [
         (name, str(count - done), str(count)) for done, name in enumerate(names)
     ]
-    head, *rows = printed.partition("\nprogram ")[2].splitlines()
+    head, *rows = ran.printed.partition("\nprogram ")[2].splitlines()
     capacity = float(re.search(r"GiB of ([\d.]+) ", head)[1])
     for name, row in zip(names, rows, strict=True):
         assert row.startswith(f"{name} ")
-        needed = float(re.search(rf"^{name}: .*?= ([\d.]+) GiB", printed, re.M | re.S)[1])
+        needed = float(re.search(rf"^{name}: .*?= ([\d.]+) GiB", ran.printed, re.M | re.S)[1])
         shown, margin = re.search(r"([\d.]+) +([\d.]+)%  -$", row).groups()
         assert float(shown) == needed
         assert float(margin) / 100 == pytest.approx(1 - needed / capacity, abs=0.01)
@@ -464,29 +474,15 @@ def test_the_seconds_by_bytes_are_those_of_the_bytes_that_a_program_moves():
     assert looped.startswith("> ") and 0.5 < float(looped[2:]) < 2
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("eagle", marks=pytest.mark.matrix), "eagle3", "dspark"]
-)
-def test_idle_training_is_planned_and_no_collective_of_it_crosses_data_groups(kind):
+def test_idle_training_is_planned_and_no_collective_of_it_crosses_data_groups(ran):
     """Except those of the copies and the merge, which are programs of the whole mesh."""
-    adaptive = ("--speculation.drafter", "adaptive", "--drafter_training.kind", kind)
-    trees = ("--speculation.strategies", "['2_2_4']")
-    settings, recipe, engine = plan_of(*adaptive, *trees, captures_states=True)
-    kinds = budget(settings, recipe, engine)
+    (_, recipe, engine), kinds = ran.plan, budget(*ran.plan)
     assert kinds["drafter in training"] > kinds["drafter"]
     assert "drafter in training" in memory.phases(kinds)["rollout"]
-    crossed = {}
-    for program in planned_programs.lower(settings, recipe, engine, kinds):
-        if not program.name.startswith(("harvest", "drafter")):
-            continue  # the programs of a run without idle training
-        compiled = program.lowered.compile()
-        found = collectives(compiled.as_text(), program.mesh)
-        crossed[program.name] = {name.split(" over ")[1] for name in found}
-    assert any("data" in axes for axes in crossed["drafter update"])
     for name in ("harvest", "drafter micro-step"):
-        assert crossed[name] <= {"model"}, name
-    assert any("data" in axes for axes in crossed["drafter merge"])
-    assert {"drafter copies", "drafter reshard"} <= set(crossed)
+        assert crossed(ran.compiled[name], engine.groups[0]) <= {"model"}, name
+    for name in ("drafter update", "drafter merge"):
+        assert any("data" in axes for axes in crossed(ran.compiled[name], recipe.mesh)), name
 
 
 def test_a_program_that_does_not_fit_is_reported_with_the_knob(planned, capsys):
