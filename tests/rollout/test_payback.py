@@ -34,6 +34,12 @@ def known(speeds, errors=None):
     return predict
 
 
+def expected(payback, *cells_and_speeds):
+    """The seconds that each cell saves, and the seconds that are left without these cells."""
+    seconds, shares, _ = payback.shares(*cells_and_speeds)
+    return seconds @ shares, seconds.sum()
+
+
 LARGE, SMALL, DRAFT = Cell(8, 64, PLAIN), Cell(2, 64, PLAIN), Cell(2, 64, TREE)
 SPEEDS = known({LARGE: 10, SMALL: 20, DRAFT: 40})
 
@@ -53,10 +59,12 @@ def test_a_payback_is_the_rest_of_the_run_times_the_relative_gain_of_a_program(m
     monkeypatch.setattr("tlt_jax.rollout.scheduler.payback.MEMORY", 1.0)
     payback = after(rollouts=4, left=6, tokens={(2, 64): 100, (8, 64): 50})
     # 100 tokens of 2 rows in each of 6 rollouts, 10 a second where only 8 rows are compiled.
-    saved, seconds_left, _ = payback.expected([SMALL, DRAFT], [LARGE], SPEEDS)
+    saved, _ = expected(payback, [SMALL, DRAFT], [LARGE], SPEEDS)
     np.testing.assert_allclose(saved, [600 / 10 - 600 / 20, 600 / 10 - 600 / 40], rtol=1e-6)
     # The smaller programs do not hold 8 live rows; a compiled or slower program saves nothing.
-    np.testing.assert_allclose(payback.expected([LARGE], [SMALL, LARGE], SPEEDS)[0], [0], atol=1e-9)
+    np.testing.assert_allclose(
+        expected(payback, [LARGE], [SMALL, LARGE], SPEEDS)[0], [0], atol=1e-9
+    )
 
 
 def test_a_half_done_rollout_counts_half_and_the_start_of_one_is_not_extrapolated():
@@ -70,7 +78,7 @@ def outcome(error, speed=20):
     """Seconds saved of 100 by a cell with this speed, where the compiled one has 10 a second."""
     payback = after(rollouts=1, left=1, tokens={(2, 64): 1000})
     speeds = known({LARGE: 10, SMALL: speed}, {SMALL: error})
-    saved, seconds_left, _ = payback.expected([SMALL], [LARGE], speeds)
+    saved, seconds_left = expected(payback, [SMALL], [LARGE], speeds)
     assert seconds_left == pytest.approx(100)
 
     def bought(compile_cost):

@@ -7,7 +7,7 @@ the simulator's programs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -272,15 +272,12 @@ class Harvest(OfState):
 
 def of_group(program: Program, group: int) -> Program:
     """The same program of another data group."""
-    named = {field.name: getattr(program, field.name) for field in fields(program)}
-    if "group" in named:
+    if not isinstance(program, OfState):
         return replace(program, group=group)
-    moved = {
-        name: of_group(part, group)
-        for name, part in named.items()
-        if isinstance(part, (Prefill, StateShape))
-    }
-    return replace(program, **moved)
+    parts = {"state": replace(program.state, group=group)}
+    if isinstance(program, Admit):
+        parts["source"] = replace(program.source, group=group)
+    return replace(program, **parts)
 
 
 def history_width(width: int, reads_history: bool) -> int:

@@ -75,7 +75,8 @@ class Payback:
         """
         if not np.isfinite(speeds([*cells, *compiled])[1]).all():
             return None
-        saved, seconds_left, error = self.expected(cells, compiled, speeds)
+        seconds_S, share_SC, error = self.shares(cells, compiled, speeds)
+        saved, seconds_left = seconds_S @ share_SC, float(seconds_S.sum())
         is_guess = error > GUESS
         is_sound = ~is_guess | (
             self.guess_seconds + compile_costs <= RISK * (self.seconds + seconds_left)
@@ -86,16 +87,6 @@ class Payback:
             return None
         self.guess_seconds += compile_costs[best] if is_guess[best] else 0.0
         return cells[best]
-
-    def expected(
-        self, cells: Sequence[Cell], compiled: Sequence[Cell], speeds: Speeds
-    ) -> tuple[np.ndarray, float, np.ndarray]:
-        """Expected payback of each cell over the best compiled one, in seconds [C].
-
-        Also the seconds of the rest of the run without these cells, and standard errors [C] of their log speeds.
-        """
-        seconds_S, share_SC, error_C = self.shares(cells, compiled, speeds)
-        return seconds_S @ share_SC, float(seconds_S.sum()), error_C
 
     def shares(
         self, cells: Sequence[Cell], compiled: Sequence[Cell], speeds: Speeds
