@@ -50,9 +50,8 @@ def test_a_limit_per_prompt_cuts_the_answers_of_a_common_limit(x64):
         for uid, tokens, finish in reference(setting)[0]
     ]
     assert {len(tokens) > limit for _, tokens, _, limit in whole} == {True, False}
-    result = play(
-        engine_of(2, slots=5, cache_buckets=[20, 25, 32], chunk=3), setting, limits=limits
-    )
+    engine = engine_of(2, slots=5, batch_buckets=[5], cache_buckets=[32], chunk=3)
+    result = play(engine, setting, limits=limits)
     assert answers(result) == [
         (uid, tokens[:limit], finish if len(tokens) <= limit else "length")
         for uid, tokens, finish, limit in whole

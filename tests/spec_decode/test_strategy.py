@@ -28,11 +28,15 @@ def test_a_strategy_that_names_its_drafter_is_written_and_read_back(drafter, sha
     [
         ("eagle:3_1_4", "unknown drafter 'eagle': use one of ngram, learned, merged"),
         (":3_1_4", "depth_topk_nodes"),
+        ("6_4_-1", "depth_topk_nodes"),
+        ("0_4_16", "depth is 0"),
+        ("6_0_16", "topk is 0"),
+        ("2_2_8", "use nodes 7"),
         ("ngram:off", "depth_topk_nodes"),
         ("ngram:8_4_8", "strategy ngram:8_4_8: 8 nodes .* use nodes 9"),
     ],
 )
-def test_a_strategy_of_no_drafter_is_refused_by_name(text, says):
+def test_a_strategy_of_no_drafter_or_tree_is_refused_by_name(text, says):
     with pytest.raises(ValueError, match=says):
         parse(text)
 

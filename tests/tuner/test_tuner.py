@@ -9,8 +9,7 @@ import math
 import numpy as np
 import pytest
 import scenarios
-import tuner_rollouts
-from tuner_rollouts import measured
+from tuner_rollouts import decode, measured
 
 from tlt_jax.config import schema
 from tlt_jax.config.schema import Speculation
@@ -32,47 +31,7 @@ MAKERS = {
 }
 
 
-def decode(scenario, tuner, rollouts=3, seed=0, state=None, update_prior=True):
-    """(state, runs) of successive rollouts of 48 answers."""
-    random, runs, seen = np.random.default_rng(seed), [], set()
-    state = tuner.init() if state is None else state
-    for i in range(rollouts):
-        state, run = tuner_rollouts.rollout(
-            scenario, tuner, state, scenarios.lengths(random, 48, 1200), 100 * seed + i, seen
-        )
-        runs.append(run)
-        state = tuner.update_prior(state) if update_prior else state
-    return state, runs
-
-
-def seconds(runs):
-    return sum(run.seconds for run in runs)
-
-
 # Strategies
-
-
-@pytest.mark.parametrize("text", [*EXAMPLE_ARMS, *PAPER_ARMS, "1_1_2", "off"])
-def test_a_strategy_is_written_and_read_back(text):
-    assert strategies.name(strategies.parse(text)) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("6_4", "depth_topk_nodes"),
-        ("6_4_-1", "depth_topk_nodes"),
-        ("six_4_16", "depth_topk_nodes"),
-        ("0_4_16", "depth is 0"),
-        ("6_0_16", "topk is 0"),
-        ("6_4_0", "nodes is 0"),
-        ("8_4_8", "use nodes 9"),
-        ("2_2_8", "use nodes 7"),
-    ],
-)
-def test_an_impossible_tree_is_rejected_by_name(text, says):
-    with pytest.raises(ValueError, match=says):
-        strategies.parse(text)
 
 
 def test_the_widest_trees_belong_to_the_smallest_batches():
@@ -107,9 +66,12 @@ def test_fewer_nodes_of_the_same_candidates_accept_exactly_what_is_predicted(nod
 
 
 @pytest.mark.parametrize("quality", [0.3, 0.6, 0.8])
-@pytest.mark.parametrize("text", ["1_1_2", "2_2_4", "3_3_8", "4_2_8", "4_4_16", "6_4_16"])
-def test_smaller_trees_accept_what_is_predicted_within_four_per_cent(quality, text):
-    source, smaller = strategies.parse("8_4_48"), strategies.parse(text)
+@pytest.mark.parametrize("source, text", [
+    ("8_4_48", "1_1_2"), ("8_4_48", "2_2_4"), ("8_4_48", "3_3_8"), ("8_4_48", "4_4_16"), ("8_4_48", "6_4_16"),
+    ("6_4_16", "3_1_4"), ("6_4_16", "1_1_2"), ("7_1_8", "3_1_4"), ("3_1_4", "1_1_2"),
+])  # fmt: skip
+def test_smaller_trees_accept_what_is_predicted_within_four_per_cent(quality, source, text):
+    source, smaller = strategies.parse(source), strategies.parse(text)
     rank, sibling, _ = scenarios.drafts(1, 4000, quality, 1.0, source)
     chunks = [
         scenarios.table(rank[i : i + 16], sibling[i : i + 16], source) for i in range(0, 4000, 16)

@@ -7,12 +7,11 @@ import math
 import numpy as np
 import pytest
 import scenarios
-import tuner_rollouts
-from pairwise import marked
+from tuner_rollouts import decode, seconds
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.spec_decode.strategy import PLAIN, parse
-from tlt_jax.tuner import acceptance, baselines, goodput
+from tlt_jax.tuner import baselines, goodput
 from tlt_jax.tuner.baselines import parse_arms
 
 SHIPPED = Speculation().strategies
@@ -25,22 +24,6 @@ NODE = {
 
 def tuner_for(round_cost):
     return goodput.goodput(SHIPPED, node_cost=NODE[round_cost])
-
-
-def decode(scenario, tuner, rollouts=3, seed=0, state=None):
-    """(state, runs) of some rollouts of 48 answers, with an update of the weights after each."""
-    random, runs, seen = np.random.default_rng(seed), [], set()
-    state = tuner.init() if state is None else state
-    for i in range(rollouts):
-        answers = scenarios.lengths(random, 48, 1200)
-        state, run = tuner_rollouts.rollout(scenario, tuner, state, answers, 100 * seed + i, seen)
-        runs.append(run)
-        state = tuner.update_prior(state)
-    return state, runs
-
-
-def seconds(runs) -> float:
-    return sum(run.seconds for run in runs)
 
 
 @pytest.mark.parametrize(
@@ -76,18 +59,6 @@ def test_little_is_lost_while_the_shipped_arms_are_learned(quality):
     assert learning(scenarios.gpu, quality) > LEARNED[quality]
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "quality"),
-    marked([
-        (("HORIZON", 0.0, 0.8), True), (("HORIZON", 1.0, 0.5), False), (("HORIZON", 1.0, 0.3), False),
-        (("CAUTION", 2.0, 0.8), False), (("CAUTION", 1.0, 0.5), True), (("CAUTION", 2.0, 0.3), False),
-    ]),
-)  # fmt: skip
-def test_too_few_explorations_and_too_much_caution_lose_more(monkeypatch, name, value, quality):
-    monkeypatch.setattr(goodput, name, value)
-    assert learning(scenarios.gpu, quality) < LEARNED[quality]
-
-
 def is_tried(gap: float, error: float) -> bool:
     """Whether an arm with this predicted gain in log speed is explored, with a large budget."""
     arms = (PLAIN, parse("3_1_4"))
@@ -111,7 +82,7 @@ def is_worth_it(gap: float, error: float, horizon: float) -> bool:
 
 @pytest.mark.parametrize("error", [0.2, 0.4, 0.8])
 def test_an_exploration_is_worthwhile_when_six_chunks_pay_for_it(error):
-    gaps = np.linspace(-3, 1, 81) * error
+    gaps = np.linspace(-3, 1, 41) * error
     tried = [is_tried(gap, error) for gap in gaps]
     assert tried == [is_worth_it(gap, error, 6.0) for gap in gaps]
     assert tried != [is_worth_it(gap, error, 1.0) for gap in gaps]
@@ -126,6 +97,15 @@ def test_a_useless_drafter_costs_at_most_two_per_cent_with_the_shipped_arms(roun
     _, plain = decode(scenario, baselines.fixed("off"), rollouts=4)
     _, runs = decode(scenario, goodput.goodput(SHIPPED), rollouts=4)
     assert seconds(plain) / seconds(runs) > 0.98
+
+
+def test_a_useless_drafter_costs_little_on_a_noisy_clock():
+    spent, plain = 0.0, 0.0
+    for seed in range(6):
+        scenario = scenarios.Scenario(scenarios.gpu, 0.3, agreement=0.0, seed=seed, noise=0.2)
+        spent += seconds(decode(scenario, tuner_for(scenarios.gpu), rollouts=1, seed=seed)[1])
+        plain += seconds(decode(scenario, baselines.fixed("off"), rollouts=1, seed=seed)[1])
+    assert spent / plain < 1.03
 
 
 @pytest.mark.parametrize(("round_cost", "quality"), [(scenarios.cpu, 0.6), (scenarios.gpu, 0.8)])
@@ -167,18 +147,3 @@ def test_predictions_of_the_shipped_arms_are_accurate_and_explorations_few(round
     told = [choice.predicted * seen.seconds / seen.tokens for choice, seen in chunks]
     assert np.median(told) == pytest.approx(1.0, abs=0.12)
     assert np.mean([choice.is_exploring for choice, _ in chunks]) < 0.15
-
-
-@pytest.mark.parametrize("quality", [0.3, 0.6, 0.8])
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [("6_4_16", "3_1_4"), ("6_4_16", "1_1_2"), ("7_1_8", "3_1_4"), ("7_1_8", "1_1_2"),
-     ("3_1_4", "1_1_2")],
-)  # fmt: skip
-def test_the_smaller_shipped_arms_accept_what_larger_ones_predict(quality, source, text):
-    source, smaller = parse(source), parse(text)
-    assert source in ARMS and smaller in ARMS
-    hits = scenarios.table(*scenarios.drafts(1, 4000, quality, 1.0, source)[:2], source)
-    predicted = acceptance.counterfactual(hits, smaller) / 4000
-    truth = (scenarios.drafts(2, 4000, quality, 1.0, smaller).rank >= 0).sum() / 4000
-    assert abs((1 + predicted) / (1 + truth) - 1) < 0.04

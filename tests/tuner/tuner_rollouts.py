@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from scenarios import Scenario, table
+from scenarios import Scenario, lengths, table
 
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner.interface import Measurement, Tuner
@@ -73,6 +73,22 @@ def rollout(
         state = tuner.observe(state, measured)
         run.calls.append(("observe", measured, None))
     return state, run
+
+
+def decode(scenario, tuner, rollouts=3, seed=0, state=None, update_prior=True):
+    """(state, runs) of successive rollouts of 48 answers, with an update of the weights after each."""
+    random, runs, seen = np.random.default_rng(seed), [], set()
+    state = tuner.init() if state is None else state
+    for i in range(rollouts):
+        answers = lengths(random, 48, 1200)
+        state, run = rollout(scenario, tuner, state, answers, 100 * seed + i, seen)
+        runs.append(run)
+        state = tuner.update_prior(state) if update_prior else state
+    return state, runs
+
+
+def seconds(runs) -> float:
+    return sum(run.seconds for run in runs)
 
 
 def chunk(scenario, random, choice, left, done, batch, slots) -> Measurement:
