@@ -115,7 +115,8 @@ LONG = (
 def ran(request):
     """The command on an adaptive drafter and long answers."""
     adaptive = "--speculation.drafter", "adaptive", "--drafter_training.kind", request.param
-    short = "--drafter_training.unroll", "1", "--speculation.strategies", "['learned:3_2_6']"
+    unroll = "0" if request.param == "dspark" else "1"
+    short = "--drafter_training.unroll", unroll, "--speculation.strategies", "['learned:3_2_6']"
     words, found, compiled = [*LONG, *adaptive, *short], [], {}
     compile_one, print_one = jax.stages.Lowered.compile, report.print_report
 

@@ -63,20 +63,25 @@ def board(request):
     """An empty board of each kind."""
     if request.param == "local":
         return LocalBoard()
-    found = ServiceBoard(request.getfixturevalue("client"))
-    for folder in (
-        "a/",
-        "s/",
-        "decided/",
-        "loaded/",
-        "met/",
-        "said/",
-        "beat/",
-        "watch/",
-        "traceback/",
-    ):
-        found.delete(folder)
-    return found
+    return ServiceBoard(request.getfixturevalue("client"), f"{request.node.name}/")
+
+
+class Counted(LocalBoard):
+    """A board that counts its calls, and the values and characters that are read."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.read, self.characters = 0, 0, []
+
+    def texts(self, prefix):
+        found = super().texts(prefix)
+        self.calls, self.read = self.calls + 1, self.read + len(found)
+        self.characters.append(sum(map(len, found.values())))
+        return found
+
+    def increment(self, key, by=1):
+        self.calls += 1
+        return super().increment(key, by)
 
 
 def together(*calls):
@@ -143,9 +148,7 @@ def test_all_processes_stop_together_when_one_wants_to(board):
 def test_processes_continue_after_a_meeting_only_when_all_arrived_with_complete_scores(board):
     """One process is interrupted at a random time, also while others wait for it or after they arrived."""
     for seed in range(30):
-        jobs_ = [Job(index, 3, board) for index in range(3)]
-        for job in jobs_:
-            job.met = 10 * seed  # separate keys
+        jobs_ = [Job(index, 3, board, met=10 * seed) for index in range(3)]  # other keys
         moments = np.random.default_rng(seed).uniform(0, 0.004, 3)
         told = threading.Event()
 
@@ -159,17 +162,13 @@ def test_processes_continue_after_a_meeting_only_when_all_arrived_with_complete_
                     return "partial", meeting.goes_on(interrupted)
             return "whole", meeting.goes_on(interrupted)
 
-        signal = threading.Timer(
-            float(np.random.default_rng(seed + 99).uniform(0, 0.005)), told.set
-        )
-        signal.start()
+        late = float(np.random.default_rng(seed + 99).uniform(0, 0.005))
+        (signal := threading.Timer(late, told.set)).start()
         found = together(*(lambda job=job: run(job) for job in jobs_))
         signal.cancel()
         assert len({goes_on for _, goes_on in found}) == 1, "all decide the same"
         if found[0][1]:
-            assert [kind for kind, _ in found] == ["whole"] * 3, (
-                "no process continues with partial scores"
-            )
+            assert {kind for kind, _ in found} == {"whole"}, "none continues with partial scores"
 
 
 def test_a_meeting_exchanges_the_texts_of_all(board):
@@ -193,17 +192,13 @@ def test_a_waiting_process_calls_alive(board):
             enough.set()
 
     first.alive = second.alive = alive
-    waits = {
-        "a decision": (lambda: second.decided(True), lambda: first.decided(True)),
-        "a meeting": (
-            lambda: first.meeting().goes_on(),
-            lambda: second.meeting().goes_on(),
-        ),
-    }
-    for what, (waiting, late) in waits.items():
+    for waiting, late in (
+        (lambda: second.decided(True), lambda: first.decided(True)),
+        (lambda: first.meeting().goes_on(), lambda: second.meeting().goes_on()),
+    ):
         looks.clear(), enough.clear()
         found = together(waiting, lambda late=late: enough.wait(30) and late())
-        assert found == [True, True] and len(looks) > 3, what
+        assert found == [True, True] and len(looks) > 3
 
 
 def test_a_process_with_different_facts_is_named_in_every_process(board):
@@ -211,9 +206,7 @@ def test_a_process_with_different_facts_is_named_in_every_process(board):
     calls = [lambda i=i: Job(i, 3, board).agree(facts[i]) for i in range(3)]
     expected = "process 2 has seed 1, process 0 has 0: start all with the same"
     assert [str(error) for error in together(*calls)] == [expected] * 3
-    jobs_ = [Job(i, 3, board) for i in range(3)]
-    for job in jobs_:
-        job.met = 10  # separate keys
+    jobs_ = [Job(i, 3, board, met=10) for i in range(3)]  # other keys
     assert together(*(lambda job=job: job.agree(facts[0]) for job in jobs_)) == [None] * 3
     assert not board.texts("loaded/")
 
@@ -234,13 +227,9 @@ def test_a_process_that_has_not_loaded_is_logged_and_then_named_in_the_error(
 def test_processes_with_the_same_facts_read_few_bytes_each():
     """40 processes with facts of 100 kB: the facts themselves are never read, and all keys are deleted."""
     board, facts = Counted(), {"knobs": "x" * 100_000}
-    words, texts = [], board.texts
-    board.texts = lambda prefix: (
-        words.append(sum(map(len, (found := texts(prefix)).values()))) or found
-    )
     jobs_ = [Job(index, 40, board) for index in range(40)]
     assert together(*(lambda job=job: job.agree(facts) for job in jobs_)) == [None] * 40
-    assert max(words) < 100 and not board.texts("loaded/")
+    assert max(board.characters) < 100 and not board.texts("loaded/")
 
 
 def test_decisions_are_deleted_from_the_board_once_all_have_met(board):
@@ -409,9 +398,8 @@ def test_other_commands_reject_several_processes(name, monkeypatch, capsys):
 def mesh_of(owners: list[list[int]]) -> SimpleNamespace:
     """A mesh whose devices belong to these processes."""
     devices = np.array([[SimpleNamespace(process_index=one) for one in row] for row in owners])
-    return SimpleNamespace(
-        devices=devices, shape=dict(zip(("data", "model"), devices.shape, strict=True))
-    )
+    data, model = devices.shape
+    return SimpleNamespace(devices=devices, shape={"data": data, "model": model})
 
 
 @pytest.mark.parametrize("owners, expected", [
@@ -420,12 +408,8 @@ def mesh_of(owners: list[list[int]]) -> SimpleNamespace:
     ([[0, 0], [0, 0]], "mesh.data 2 x mesh.model 2 leaves process 1 without a data group: use all 6 devices"),
 ])  # fmt: skip
 def test_a_data_group_belongs_to_one_process(owners, expected, monkeypatch):
-    for name, value in (
-        ("process_count", 2),
-        ("process_index", 1),
-        ("local_device_count", 3),
-        ("device_count", 6),
-    ):
+    counts = {"process_count": 2, "process_index": 1, "local_device_count": 3, "device_count": 6}
+    for name, value in counts.items():
         monkeypatch.setattr(jax, name, lambda value=value: value)
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
@@ -478,17 +462,6 @@ def test_processes_read_the_expected_seconds_of_others_which_decrease_with_time(
     assert two.others(now=20.0) == pytest.approx(6.0 - REPORT_S)
 
 
-class Counted(LocalBoard):
-    """A board that counts the values that are read."""
-
-    read = 0
-
-    def texts(self, prefix):
-        found = super().texts(prefix)
-        self.read += len(found)
-        return found
-
-
 def test_a_poll_of_the_end_reads_two_values_for_any_number_of_processes():
     board = Counted()
     endings = [Ending(1000, board, "s", index, 1000) for index in range(1000)]
@@ -504,17 +477,6 @@ def test_a_poll_of_the_end_reads_two_values_for_any_number_of_processes():
 
 
 def test_a_queue_of_whole_prompts_costs_a_message_and_stealing_one_more():
-    class Counted(LocalBoard):
-        calls = 0
-
-        def increment(self, key, by=1):
-            self.calls += 1
-            return super().increment(key, by)
-
-        def counters(self, prefix):
-            self.calls += 1
-            return super().counters(prefix)
-
     board = Counted()
     one, two = (WorkQueue(board, "s", prompts=64, samples=4) for _ in range(2))
     assert len(one.take(4 * 32).samples) == 4 * 32 and board.calls == 1
@@ -596,9 +558,7 @@ def test_a_process_without_heartbeats_is_named_with_its_phase(board):
     found = one.find_failure()
     lost = "process 1 was last heard of 21 s ago in phase rollout: it died, or its machine did"
     assert (str(found), found.code) == (lost, 1)
-    assert three.find_failure() == found, (
-        "the same reason everywhere, though only process 0 watches all"
-    )
+    assert three.find_failure() == found, "the same everywhere, though only process 0 watches all"
 
 
 def test_a_process_without_any_heartbeat_counts_from_the_start(board):
@@ -623,10 +583,7 @@ def test_a_process_that_beats_but_makes_no_progress_hangs(board):
 
 
 def test_the_others_notice_that_process_0_is_dead_or_hangs(board):
-    for stays_away, reason in (
-        (True, "was last heard of 21 s ago"),
-        (False, "has hung for 101 s"),
-    ):
+    for stays_away, reason in ((True, "was last heard of 21 s ago"), (False, "has hung for 101 s")):
         board.delete("watch/")
         clock, _, (one, two, _) = watches(board, lost_s=20, stuck_s=100)
         one.alive("save_checkpoint"), one.beat()
@@ -639,16 +596,14 @@ def test_the_others_notice_that_process_0_is_dead_or_hangs(board):
 
 
 def test_the_messages_per_second_are_linear_in_the_number_of_processes():
-    board = LocalBoard()
-    read, texts = [], board.texts
-    board.texts = lambda prefix: read.append(len(found := texts(prefix))) or found
+    board = Counted()
     _, _, all_of_them = watches(board, count=100, lost_s=20, stuck_s=100)
     for watch in all_of_them:
         watch.beat()
-    read.clear()
+    board.read = 0
     for watch in all_of_them:
         watch.find_failure()
-    assert sum(read) <= 3 * 100
+    assert 0 < board.read <= 3 * 100
 
 
 def test_a_process_that_raised_is_named_with_its_error(board):
@@ -661,10 +616,8 @@ def test_a_process_that_raised_is_named_with_its_error(board):
     assert left == [("ZeroDivisionError: no\nmore", 1, 0.0)]
     assert two.find_failure() is None, "not for its own failure"
     failure = one.find_failure()
-    assert (
-        str(failure) == "process 1 failed in phase reward: ZeroDivisionError: no"
-        and failure == three.find_failure()
-    )
+    assert str(failure) == "process 1 failed in phase reward: ZeroDivisionError: no"
+    assert failure == three.find_failure()
     one.end(failure), three.end(failure)
     assert left[1] == (str(failure), 1, 2 * BEAT_S)
     assert left[2] == ("process 1 failed in phase reward: process 0 and log.txt say why", 1, 0.0)
@@ -712,21 +665,15 @@ def test_a_broken_collective_is_not_the_reason_when_a_process_was_killed(monkeyp
 # The port of process 0
 
 
-def test_a_port_of_another_program_is_reported_by_process_0_and_by_those_who_reach_it(
-    monkeypatch,
-):
+def test_a_port_of_another_program_is_reported_by_all_processes(monkeypatch):
     with socket.create_server(("localhost", 0)) as other:
         taken = f"localhost:{other.getsockname()[1]}"
-        with pytest.raises(
-            ConfigError, match=f"port .* of process 0 .{taken}. is taken by another"
-        ):
+        with pytest.raises(ConfigError, match=f"of process 0 .{taken}. is taken by another"):
             jobs.check_free(taken)
-        monkeypatch.setattr(jobs, "ANSWER_S", 0.3)
-        monkeypatch.setattr(jobs, "PREFACE", b"?")
-        monkeypatch.setattr(jobs, "RETRY_S", 0.01)
-        threading.Thread(
-            target=lambda: [other.accept()[0].sendall(b"SSH-2.0 ") for _ in range(99)], daemon=True
-        ).start()
+        for name, value in (("ANSWER_S", 0.3), ("PREFACE", b"?"), ("RETRY_S", 0.01)):
+            monkeypatch.setattr(jobs, name, value)
+        answers = partial(list, (other.accept()[0].sendall(b"SSH-2.0 ") for _ in range(99)))
+        threading.Thread(target=answers, daemon=True).start()
         with pytest.raises(ConfigError, match=f"another program than process 0 answers at {taken}"):
             jobs.await_service(taken, 60)
     with socket.socket() as free:

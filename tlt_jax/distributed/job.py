@@ -31,7 +31,7 @@ LOG_EVERY_S = 20.0  # seconds between two lines about the awaited processes
 SHOWN = 4  # most processes that such a line names
 # Of `gather`: bytes on a device at a time, least bytes of a process at a time, and the base of the two words of a size.
 GATHERED_BYTES, LEAST_PIECE, WORD = 256 << 20, 64 << 10, 1 << 30
-JAX_LOST_S = 100  # least heartbeat timeout of JAX's coordination service
+JAX_LOST_S = 100  # least heartbeat timeout of JAX's service; it is later than Watch, which names the process and its phase
 # Seconds between two polls of the board by a waiting process: at first, and at most.
 SOONEST_S, LATEST_S = 0.002, 0.5
 
@@ -87,9 +87,8 @@ class Job:
         most, parts = max(LEAST_PIECE, GATHERED_BYTES // self.count), [[] for _ in sizes]
         for start in range(0, max(sizes), most):
             left = min(max(sizes) - start, most)
-            width = min(
-                1 << max(left - 1, 1).bit_length(), most
-            )  # few shapes, since each compiles a program
+            # Few shapes, since each compiles a program.
+            width = min(1 << max(left - 1, 1).bit_length(), most)
             padded, local = np.zeros(width, np.uint8), data[start : start + width]
             padded[: len(local)] = np.frombuffer(local, np.uint8)
             found = np.asarray(multihost_utils.process_allgather(padded))
@@ -194,10 +193,8 @@ def difference(first: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]]
     """Error text: the first process whose facts differ from those of process 0, and its first other fact."""
     index, other = min(others.items())
     name = next(name for name in {**first, **other} if other.get(name) != first.get(name))
-    return (
-        f"process {index} has {name} {spell(other.get(name))}, process 0 has {spell(first.get(name))}: "
-        "start all with the same"
-    )
+    theirs, ours = (repr(one[name]) if name in one else "none" for one in (other, first))
+    return f"process {index} has {name} {theirs}, process 0 has {ours}: start all with the same"
 
 
 def join(config: Config) -> Job:
@@ -215,9 +212,8 @@ def join(config: Config) -> Job:
         check_free(place.address)
     else:
         await_service(place.address, START_S)
-    jax.config.update(
-        "jax_enable_preemption_service", False
-    )  # it would handle SIGTERM instead of us
+    # It would handle SIGTERM instead of us.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             place.address,
@@ -226,7 +222,7 @@ def join(config: Config) -> Job:
             None if place.local is None else [place.local],
             cluster_detection_method="deactivate",
             initialization_timeout=START_S,
-            heartbeat_timeout_seconds=heartbeat_timeout(config.processes.lost_s),
+            heartbeat_timeout_seconds=max(JAX_LOST_S, round(2 * config.processes.lost_s)),
         )
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
@@ -255,11 +251,6 @@ def service() -> Any:
     from jax._src.distributed import global_state  # there is no public access
 
     return global_state.client
-
-
-def heartbeat_timeout(lost_s: float) -> int:
-    """Seconds after which JAX's service counts a process as dead: later than Watch, which names the process and its phase."""
-    return max(JAX_LOST_S, round(2 * lost_s))
 
 
 def named(environment: Mapping[str, str]) -> Place | None:
@@ -313,11 +304,6 @@ def processes_of_this_machine(environment: Mapping[str, str]) -> int | None:
         counts += [int(size)] * int(times or 1)
     node = int(environment.get("SLURM_NODEID", 0))
     return counts[node] if node < len(counts) else None
-
-
-def spell(value: Any) -> str:
-    """A fact as text; None: the fact is missing."""
-    return "none" if value is None else repr(value)
 
 
 class Meeting:

@@ -1,4 +1,4 @@
-"""The device mesh ("data", "model"): logical axes to PartitionSpecs, data groups and their views; knows no network."""
+"""The device mesh ("data", "model"): logical axes to PartitionSpecs, data groups and their views."""
 
 from __future__ import annotations
 
@@ -119,15 +119,19 @@ def view(tree, group: Mesh):
     Never donate a view or its parent while the other is in use: both own the same buffers.
     """
 
-    def of(array: jax.Array) -> jax.Array:
-        shards = {shard.device: shard.data for shard in array.addressable_shards}
-        target = NamedSharding(group, array.sharding.spec)
-        devices = target.addressable_devices_indices_map(array.shape)
-        return jax.make_array_from_single_device_arrays(
-            array.shape, target, [shards[device] for device in devices]
-        )
+    return jax.tree.map(lambda one: on_group(one, group, one.shape, one.sharding.spec), tree)
 
-    return jax.tree.map(of, tree)
+
+def on_group(
+    array: jax.Array, group: Mesh, shape: tuple[int, ...], spec: PartitionSpec
+) -> jax.Array:
+    """Zero-copy: the shards of an array that lie on a group's devices, as one array there."""
+    shards = {shard.device: shard.data for shard in array.addressable_shards}
+    target = NamedSharding(group, spec)
+    devices = target.addressable_devices_indices_map(shape)
+    return jax.make_array_from_single_device_arrays(
+        shape, target, [shards[device] for device in devices]
+    )
 
 
 def part(tree, group: Mesh):
@@ -137,13 +141,8 @@ def part(tree, group: Mesh):
     """
 
     def of(array: jax.Array) -> jax.Array:
-        shape, spec = (1, *array.shape[1:]), PartitionSpec(None, *array.sharding.spec[1:])
-        shards = {shard.device: shard.data for shard in array.addressable_shards}
-        target = NamedSharding(group, spec)
-        devices = target.addressable_devices_indices_map(shape)
-        return jax.make_array_from_single_device_arrays(
-            shape, target, [shards[device] for device in devices]
-        )
+        spec = PartitionSpec(None, *array.sharding.spec[1:])
+        return on_group(array, group, (1, *array.shape[1:]), spec)
 
     return jax.tree.map(of, tree)
 
