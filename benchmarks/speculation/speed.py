@@ -46,7 +46,7 @@ from tlt_jax.errors import Interrupted
 from tlt_jax.keys import GENERATE_STREAM
 from tlt_jax.models import from_config, hf_config
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.recorder import Emitted, Look, Retired, RolloutResult
+from tlt_jax.rollout.recorder import Emitted, Poll, Retired, RolloutResult
 from tlt_jax.spec_decode.decode_state import RUNNING
 from tlt_jax.spec_decode.interface import Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
@@ -98,9 +98,9 @@ class Arm:
         """One answer to each prompt; raises Interrupted when more than `most` processor seconds are `stolen`."""
         self.chunks, self.is_hopeless = [], False
 
-        def listen(look: Look) -> None:
+        def listen(poll: Poll) -> None:
             """Notes when a chunk ended, its tokens, and the answers that ended in it."""
-            for event in look.events:
+            for event in poll.events:
                 if isinstance(event, Retired):
                     self.chunks.append([time.perf_counter(), event.tokens, 0])
                     self.is_hopeless |= stolen() > most

@@ -11,7 +11,7 @@ import numpy as np
 from tlt_jax.data.packing import PackedRows
 from tlt_jax.distributed.mesh import make_mesh, sharding
 from tlt_jax.drafter.replay import Replay, ReplayConfig
-from tlt_jax.rollout.recorder import Emitted, Ended, Harvested, Look
+from tlt_jax.rollout.recorder import Emitted, Ended, Harvested, Poll
 from tlt_jax.spec_decode.decode_state import BROKEN, RUNNING, TRUNCATED, Features
 
 SAMPLES, T = 2, 64  # tokens of the packed row
@@ -63,8 +63,8 @@ def feed(
         names = tuple((uid, start) for uid, start, *_ in chosen)
         found.append(Harvested(names, harvested, harvested.features))
     for begin in range(0, len(found), 4):
-        replay.listen(Look(replay.group, 0.0, 0.0, tuple(found[begin : begin + 4])))
-        other = Look(replay.group + 1, 0.0, 0.0, tuple(found[begin : begin + 4]))
+        replay.listen(Poll(replay.group, 0.0, 0.0, tuple(found[begin : begin + 4])))
+        other = Poll(replay.group + 1, 0.0, 0.0, tuple(found[begin : begin + 4]))
         replay.listen(other)  # of another group
 
 

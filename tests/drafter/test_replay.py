@@ -18,7 +18,7 @@ from replays import (
     texts_of,
 )
 
-from tlt_jax.rollout.recorder import Emitted, Ended, Harvested, Look
+from tlt_jax.rollout.recorder import Emitted, Ended, Harvested, Poll
 from tlt_jax.spec_decode.decode_state import RUNNING, Features
 
 
@@ -144,11 +144,11 @@ def test_a_step_that_starts_again_drops_its_windows():
     assert not replay.held and not replay.answers[3]
     uid, (prompt, answer) = next(iter(texts.items()))
     feature = jnp.zeros((1, 10, 6))
-    replay.listen(Look(3, 0, 0, (Harvested(((uid, 0),), Features(feature, None), feature),)))
+    replay.listen(Poll(3, 0, 0, (Harvested(((uid, 0),), Features(feature, None), feature),)))
     assert not replay.held, "nobody awaits it"
     ends = Emitted(uid, answer[:3], np.zeros(3), RUNNING), Ended(uid, 0, len(prompt) + len(answer))
     with pytest.raises(ValueError, match="has 29 tokens, 5 were reported"):
-        replay.listen(Look(3, 0, 0, ends))
+        replay.listen(Poll(3, 0, 0, ends))
 
 
 def test_bytes_are_bounded_and_the_longest_answers_stay():

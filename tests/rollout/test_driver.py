@@ -1,4 +1,4 @@
-"""A polled rollout: listeners see every look, idle groups hold no state, and it can be stopped."""
+"""A polled rollout: listeners see every poll, idle groups hold no state, and it can be stopped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import toys
 
-from tlt_jax.rollout.recorder import Decided, Dispatched, Look, Retired, RolloutRecorder, WentIdle
+from tlt_jax.rollout.recorder import Decided, Dispatched, Poll, Retired, RolloutRecorder, WentIdle
 from tlt_jax.rollout.scheduler import driver
 from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 
@@ -60,17 +60,19 @@ def finished(rollout: driver.LocalGroups) -> dict[int, list[int]]:
 
 
 def test_polling_to_the_end_gives_the_answers_of_run():
-    assert finished(begun(2)) == answers(driver.run(begun(1))) == answers(driver.run(begun(2)))
+    whole = driver.run(begun(1))
+    assert finished(begun(2)) == answers(whole) == answers(driver.run(begun(2)))
+    assert whole.partial == {}
 
 
 def test_polling_never_waits_and_looks_without_events_are_reported():
     clock, seen = Patient(), []
     rollout = begun(1, seen.append, clock=clock)
-    looks = [look for _ in range(400) for look in rollout.poll()]
-    assert clock.sleeps == 0 and seen == looks
-    assert any(not look.events for look in looks) and any(look.events for look in looks)
-    assert all(look.began < look.ended for look in looks)
-    ends = [look.ended for look in looks]
+    polls = [poll for _ in range(400) for poll in rollout.poll()]
+    assert clock.sleeps == 0 and seen == polls
+    assert any(not poll.events for poll in polls) and any(poll.events for poll in polls)
+    assert all(poll.began < poll.ended for poll in polls)
+    ends = [poll.ended for poll in polls]
     assert ends == sorted(ends)
     finished(rollout)
 
@@ -78,11 +80,11 @@ def test_polling_never_waits_and_looks_without_events_are_reported():
 def test_listeners_are_called_in_order_and_events_come_once():
     order, events = [], []
 
-    def first(look: Look) -> None:
+    def first(poll: Poll) -> None:
         order.append("first")
-        events.extend(look.events)
+        events.extend(poll.events)
 
-    rollout = begun(2, first, lambda look: order.append("second"))
+    rollout = begun(2, first, lambda poll: order.append("second"))
     finished(rollout)
     assert order == ["first", "second"] * (len(order) // 2)
     dispatched = [event for event in events if isinstance(event, Dispatched)]
@@ -115,7 +117,7 @@ def test_an_idle_group_holds_no_decoding_state_while_another_decodes():
 
 def test_a_stopped_rollout_takes_no_more_decisions_and_returns_partial_answers():
     whole, decided = answers(driver.run(begun(1, max_new_tokens=60))), []
-    rollout = begun(1, lambda look: decided.extend(look.events), max_new_tokens=60)
+    rollout = begun(1, lambda poll: decided.extend(poll.events), max_new_tokens=60)
     while sum(isinstance(event, Retired) for event in decided) < 4:
         rollout.poll()
     rollout.stop()
@@ -131,14 +133,10 @@ def test_a_stopped_rollout_takes_no_more_decisions_and_returns_partial_answers()
     assert rollout.is_idle(0) and rollout.states[0].device is None
 
 
-def test_a_finished_rollout_has_no_partial_answers():
-    assert driver.run(begun(1)).partial == {}
-
-
 def test_the_recorder_takes_spans_of_unknown_kinds():
     recorder = RolloutRecorder(samples=1, begin=10.0)
-    recorder.record(Look(0, 10.5, 11.0, (Dispatched(0, "train", 4, 64),)))
-    recorder.record(Look(0, 13.0, 13.0, (Retired(0, "train"),)))
+    recorder.record(Poll(0, 10.5, 11.0, (Dispatched(0, "train", 4, 64),)))
+    recorder.record(Poll(0, 13.0, 13.0, (Retired(0, "train"),)))
     (span,) = recorder.result(14.0).spans
     assert (span.kind, span.start, span.end) == ("train", 1.0, 3.0)
     assert not recorder.measurements and np.isclose(recorder.result(14.0).stats["seconds"], 4.0)

@@ -283,17 +283,6 @@ def test_a_program_of_an_earlier_run_costs_a_later_one_little_before_lowering(tm
     )
 
 
-def test_compile_seconds_of_an_earlier_run_do_not_outlive_a_change_of_the_sources(
-    tmp_path, monkeypatch
-):
-    disk_cache.ExecutableCache(tmp_path).note("chunk", 2.5)
-    assert disk_cache.ExecutableCache(tmp_path).seconds("chunk") == 2.5
-    assert disk_cache.ExecutableCache(tmp_path).seconds("another") is None
-    monkeypatch.setattr(disk_cache, "sources", lambda: "changed")
-    assert disk_cache.ExecutableCache(tmp_path).seconds("chunk") is None
-    assert disk_cache.ExecutableCache(None).seconds("chunk") is None
-
-
 # The disk cache
 
 

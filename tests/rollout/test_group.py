@@ -18,7 +18,7 @@ from pairwise import marked
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.keys import sequence_keys
-from tlt_jax.rollout.recorder import Decision, Dispatched, Look, Retired, RolloutRecorder
+from tlt_jax.rollout.recorder import Decision, Dispatched, Poll, Retired, RolloutRecorder
 from tlt_jax.rollout.request import RolloutRequest, admission_size, block_size, bucket_width
 from tlt_jax.rollout.scheduler import driver
 from tlt_jax.rollout.scheduler.group import prefill_sources
@@ -262,7 +262,7 @@ def test_a_prefill_read_together_with_a_chunk_leaves_the_chunk_its_time():
 
 
 def test_a_chunk_that_ended_while_the_host_was_compiling_is_not_timed():
-    """Chunks of two seconds, read at the next look; from 3.1 to 9.0 the host compiled, before or after it queued the third."""
+    """Chunks of two seconds, read at the next poll; from 3.1 to 9.0 the host compiled, before or after it queued the third."""
     ledger = recorded(
         (0.9, [Dispatched(0, "decode", 4, 64, CHUNK), Dispatched(1, "decode", 4, 64, CHUNK)], 1.0),
         (2.9, [], 2.9),
@@ -284,14 +284,14 @@ def test_a_chunk_that_ended_while_the_host_was_compiling_is_not_timed():
 
 
 @pytest.mark.parametrize(
-    "before, looked, seconds", [((2.9, [], 2.9), 3.0, 2.0), ((2.1, [], 9.0), 9.0, 0.0)]
+    "before, polled, seconds", [((2.9, [], 2.9), 3.0, 2.0), ((2.1, [], 9.0), 9.0, 0.0)]
 )
-def test_a_catch_up_that_ended_while_the_host_was_compiling_is_not_timed(before, looked, seconds):
-    """It takes two seconds, and is read at the next look, or after the host compiled from 2.1 to 9.0; then a chunk."""
+def test_a_catch_up_that_ended_while_the_host_was_compiling_is_not_timed(before, polled, seconds):
+    """It takes two seconds, and is read at the next poll, or after the host compiled from 2.1 to 9.0; then a chunk."""
     (chunk,) = recorded(
         (0.9, [Dispatched(0, "catch_up", 4, 64), Dispatched(1, "decode", 4, 64, CHUNK)], 1.0),
         before,
-        (looked, [Retired(0, "catch_up")], looked),
+        (polled, [Retired(0, "catch_up")], polled),
         (10.0, [Retired(1, "decode", 16, 64, STATS)], 10.0),
     ).measurements
     assert chunk.catch_up == pytest.approx(seconds)
@@ -346,11 +346,11 @@ def test_the_first_round_that_a_program_runs_is_not_timed():
     )
 
 
-def recorded(*looks):
-    """A recorder after these looks at one group: (begin, events, end)."""
+def recorded(*polls):
+    """A recorder after these polls of one group: (begin, events, end)."""
     recorder = RolloutRecorder(1, begin=0.0)
-    for began, events, ended in looks:
-        recorder.record(Look(0, began, ended, tuple(events)))
+    for began, events, ended in polls:
+        recorder.record(Poll(0, began, ended, tuple(events)))
     return recorder
 
 

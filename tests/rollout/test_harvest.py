@@ -21,7 +21,7 @@ from tlt_jax.rollout.recorder import (
     Ended,
     Event,
     Harvested,
-    Look,
+    Poll,
     Retired,
     RolloutResult,
     WentIdle,
@@ -104,8 +104,8 @@ def play(
         rows.extend((flight.rows.index(one.uid), one.row) for one in news if isinstance(one, Ended))
         return after, news
 
-    def listen(look: Look) -> None:
-        events.extend((look.group, event) for event in look.events)
+    def listen(poll: Poll) -> None:
+        events.extend((poll.group, event) for event in poll.events)
 
     contexts = toys.contexts(registry or programs(groups), TABLE, prompts, samples, RULES, **shape)
     contexts = [replace(context, harvester=harvester) for context in contexts]

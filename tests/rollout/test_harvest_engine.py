@@ -66,7 +66,7 @@ def roll_out(engine: Engine, weights: list, harvesters: list, replays: list):
     for replay in replays:
         replay.begin(0, request)
     events = []
-    listeners = [lambda look: events.extend(look.events), *(replay.listen for replay in replays)]
+    listeners = [lambda poll: events.extend(poll.events), *(replay.listen for replay in replays)]
     return engine.run(request, weights, harvesters=harvesters, listeners=listeners)[0], events
 
 

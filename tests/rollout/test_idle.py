@@ -13,7 +13,7 @@ import scenarios
 from scenarios import Scenario, in_scenario
 
 from tlt_jax.rollout.idle import IdleDriver
-from tlt_jax.rollout.recorder import Dispatched, Retired, WentIdle
+from tlt_jax.rollout.recorder import Retired, WentIdle
 from tlt_jax.rollout.scheduler import driver
 from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.rollout.scheduler.state import GroupState
@@ -26,10 +26,9 @@ GROUPS = 3
 
 @dataclass
 class Work:
-    """Pieces of PIECE seconds; group `fails` raises at its third piece, a group not in `has` has none."""
+    """Pieces of PIECE seconds; group `fails` raises at its third piece."""
 
     programs: simulator.SimulatedPrograms
-    has: tuple[int, ...] = (0, 1, 2)
     fails: int | None = None
     kind: str = "train"
     markers: dict[int, simulator.Marker] = field(default_factory=dict)
@@ -38,8 +37,6 @@ class Work:
     errors: list[tuple[int, str]] = field(default_factory=list)
 
     def dispatch(self, group: int) -> bool:
-        if group not in self.has:
-            return False
         self.dispatched.append((self.programs.clock.now(), group))
         if group == self.fails and sum(one == group for _, one in self.dispatched) == 3:
             raise OSError("no such luck")
@@ -71,7 +68,7 @@ class Groups:
         )
         self.is_idle, self.is_waiting = self.idle.__contains__, self.waiting.__contains__
         self.is_done = lambda: self.idle == self.states.keys()
-        self.tell = lambda look: None
+        self.tell = lambda poll: None
 
 
 class Endless:
@@ -144,28 +141,28 @@ def request(seed=0):
     return scenarios.request([64] * 12, 4, 1200, seed=seed, rounds=16, in_flight=2, capacity=16)
 
 
-def play(work=None, least=0.0, expected=lambda: math.inf, seed=0, **rest):
-    """A rollout with or without idle work: result, driver, work, looks."""
+def play(work=None, seed=0, **rest):
+    """A rollout with or without idle work: result, driver, work, polls."""
     programs = in_scenario(Scenario(scenarios.gpu, 0.7), scenarios.long_tailed(1200))
     work = work and work(programs, **rest)
-    planner, looks = Planner((1, 2, 4, 8, 16), (2048,), baselines.fixed("off")), []
+    planner, polls = Planner((1, 2, 4, 8, 16), (2048,), baselines.fixed("off")), []
     contexts = scenarios.contexts(programs, request(seed), planner, GROUPS)
-    rollout = driver.LocalGroups(contexts, [looks.append], clock=programs.clock)
-    background = IdleDriver(rollout, work, GROUPS, least, expected) if work else None
+    rollout = driver.LocalGroups(contexts, [polls.append], clock=programs.clock)
+    background = IdleDriver(rollout, work, GROUPS, 0.0, lambda: math.inf) if work else None
     result = simulator.simulate(rollout, programs, background)
-    return result, background, work, looks
+    return result, background, work, polls
 
 
 def answers(result):
     return [(one.uid, one.tokens.tolist(), one.finish) for one in result.completions]
 
 
-def idle_from(looks):
+def idle_from(polls):
     """When each group went idle."""
     return {
-        look.group: look.ended
-        for look in looks
-        for event in look.events
+        poll.group: poll.ended
+        for poll in polls
+        for event in poll.events
         if isinstance(event, WentIdle)
     }
 
@@ -175,14 +172,14 @@ def test_rl_work_waits_for_one_piece_at_most_and_nothing_is_dispatched_after_it_
     seed,
 ):
     plain, *_ = play(seed=seed)
-    result, background, work, looks = play(Work, seed=seed)
-    went = idle_from(looks)
+    result, background, work, polls = play(Work, seed=seed)
+    went = idle_from(polls)
     assert len(went) == GROUPS and work.dispatched
     assert 0 <= background.delay <= PIECE + 1e-9 and background.is_done
     read = [
-        look.ended
-        for look in looks
-        for event in look.events
+        poll.ended
+        for poll in polls
+        for event in poll.events
         if isinstance(event, Retired) and event.kind == "train"
     ]
     waited = max(read) - max(went.values())
@@ -196,8 +193,8 @@ def test_rl_work_waits_for_one_piece_at_most_and_nothing_is_dispatched_after_it_
 
 
 def test_all_idle_time_is_used_and_is_in_the_timeline():
-    result, background, _, looks = play(Work)
-    went = idle_from(looks)
+    result, background, _, polls = play(Work)
+    went = idle_from(polls)
     end = max(went.values())
     idle = {group: end - at for group, at in went.items()}
     assert sum(idle.values()) > 20 * PIECE
@@ -207,31 +204,14 @@ def test_all_idle_time_is_used_and_is_in_the_timeline():
     assert sum(one.end - one.start for one in spans) == pytest.approx(
         sum(background.used.values()), rel=0.05
     )
-    kinds = [
-        event for look in looks for event in look.events if isinstance(event, Dispatched | Retired)
-    ]
-    numbers = [
-        (look.group, event.number)
-        for look in looks
-        for event in look.events
-        if isinstance(event, Dispatched)
-    ]
-    assert len(set(numbers)) == len(numbers) and {event.kind for event in kinds} >= {
-        "decode",
-        "train",
-    }
-
-
-def test_without_enough_expected_idle_time_nothing_starts():
-    _, background, work, _ = play(Work, least=0.5, expected=lambda: 0.4)
-    assert not work.dispatched and background.delay == 0.0
-    _, _, work, _ = play(Work, least=0.5, expected=lambda: 0.6)
-    assert work.dispatched
+    numbers = [(one.group, one.number) for one in result.spans]
+    assert len(set(numbers)) == len(numbers)
+    assert {one.kind for one in result.spans} >= {"decode", "train"}
 
 
 def test_an_error_ends_the_work_of_its_group_only():
     plain, *_ = play()
-    result, background, work, looks = play(Work, fails=next(iter(idle_from(play()[3]))))
+    result, background, work, polls = play(Work, fails=next(iter(idle_from(play()[3]))))
     assert work.errors == [(work.fails, "no such luck")]
     assert sum(group == work.fails for _, group in work.dispatched) == 3
     others = {group for _, group in work.dispatched} - {work.fails}
@@ -254,12 +234,3 @@ def test_a_pieces_seconds_are_bounded_by_two_polls_and_the_lower_bound_excludes_
     least, most = np.array([one[:2] for one in work.finished]).T
     np.testing.assert_allclose(least, PIECE / 2)
     np.testing.assert_allclose(most, PIECE + np.array([0, 0, 3, 0]), atol=1e-5)
-
-
-def test_a_group_without_work_stays_idle():
-    first = next(iter(idle_from(play()[3])))
-    _, background, work, _ = play(Work, has=tuple(set(range(GROUPS)) - {first}))
-    assert {group for _, group in work.dispatched} and first not in {
-        group for _, group in work.dispatched
-    }
-    assert background.used[first] == 0.0

@@ -16,7 +16,7 @@ from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.rollout.scheduler.state import GroupView
 from tlt_jax.simulate import simulator
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
-from tlt_jax.tuner import baselines, cost_model, goodput
+from tlt_jax.tuner import baselines, goodput
 from tlt_jax.tuner.interface import Cell
 
 TREE = Strategy(3, 1, 4)
@@ -182,17 +182,6 @@ def slowdown(scale, rollouts, groups):
 def test_no_run_is_slower_when_seconds_are_known_only_from_measurements(scale, rollouts, groups):
     # Where compiling costs nothing, only the tuner's explorations lose time.
     assert slowdown(scale, rollouts, groups) < (1.03 if scale <= 1 else 1.05)
-
-
-def test_a_prior_that_counts_as_measured_is_detected(monkeypatch):
-    predict = cost_model.predict
-
-    def sure(*arguments):
-        log_seconds, error = predict(*arguments)
-        return log_seconds, np.where(np.isinf(error), 0.26, error)
-
-    monkeypatch.setattr(cost_model, "predict", sure)
-    assert max(slowdown(*case) for case in SCALES[:2]) > 1.03
 
 
 def test_drafting_is_compiled_for_a_long_run_and_not_for_a_short_one():

@@ -6,13 +6,14 @@ import heapq
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import scenarios
 from pairwise import marked
 from scenarios import Scenario, in_scenario
+from test_idle import Work
 
 from tlt_jax.distributed.board import POLL_S, LocalBoard
 from tlt_jax.rollout.idle import IdleDriver
@@ -21,7 +22,7 @@ from tlt_jax.rollout.run import kept
 from tlt_jax.rollout.scheduler import driver, planner
 from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.rollout.scheduler.queue import DealtQueue, WorkQueue
-from tlt_jax.rollout.selection import Choice, Chooser, Selecting, Selection
+from tlt_jax.rollout.selection import Chooser, KeptPrompts, Selecting, Selection
 from tlt_jax.simulate import simulator
 from tlt_jax.tuner import goodput
 
@@ -40,14 +41,14 @@ def scores_of(seed: int, share: float) -> np.ndarray:
     return scores
 
 
-def reference(scores: np.ndarray, keep: int = KEEP) -> Choice:
+def reference(scores: np.ndarray, keep: int = KEEP) -> KeptPrompts:
     """The choice, from the scores of all answers to all prompts."""
     counts = scores.std(axis=1) > 0
     counting, others = np.flatnonzero(counts), np.flatnonzero(~counts)
     first = counting[:keep]
     tried = first[-1] + 1 if len(first) == keep else len(scores)
     prompts = np.sort(np.concatenate([first, others[: keep - len(first)]]))
-    return Choice(tuple(prompts.tolist()), len(first), int(tried))
+    return KeptPrompts(tuple(prompts.tolist()), len(first), int(tried))
 
 
 SHARES = (0.0, 0.2, 0.5, 0.9, 1.0)
@@ -92,7 +93,7 @@ def test_prompts_are_begun_while_fewer_than_wanted_are_expected_to_count():
     chooser.add(4, {0: 1.0})
     assert chooser.cap == 13 and chooser.choice is None, "prompt 5 is not decided"
     chooser.add(5, {0: 0.0})
-    assert chooser.choice == Choice((4, 6, 7, 8, 9, 10, 11, 12), 8, 13)
+    assert chooser.choice == KeptPrompts((4, 6, 7, 8, 9, 10, 11, 12), 8, 13)
 
 
 def test_waves_begin_as_many_prompts_as_are_missing_once_all_are_decided():
@@ -195,14 +196,14 @@ class Played:
                 )
                 for one in contexts[process * groups : (process + 1) * groups]
             ]
-            note = lambda look, one=selecting: self.note(one, look)  # noqa: E731
+            note = lambda poll, one=selecting: self.note(one, poll)  # noqa: E731
             finish = selecting.finished(self.scores[process].finished)
             listeners = [selecting.listen, note]
             self.rollouts.append(driver.LocalGroups(contexts, listeners, finish, programs.clock))
         self.play()
 
-    def note(self, selecting, look) -> None:
-        for event in look.events:
+    def note(self, selecting, poll) -> None:
+        for event in poll.events:
             if isinstance(event, Decided):
                 prompts = {uid // SAMPLES for uid in event.decision.joining}
                 seen = selecting.bound, selecting.is_over, selecting.process
@@ -213,7 +214,7 @@ class Played:
         for _ in range(200_000):
             happened = False
             for rollout, selecting in zip(self.rollouts, self.selecting, strict=True):
-                happened |= any(look.events for look in rollout.poll())
+                happened |= any(poll.events for poll in rollout.poll())
                 happened |= selecting.poll(self.clock.now(), rollout.is_decoding())
                 if selecting.is_over:
                     rollout.stop()
@@ -231,7 +232,7 @@ class Played:
         return all(selecting.is_over for selecting in self.selecting)
 
     @property
-    def choices(self) -> set[Choice]:
+    def choices(self) -> set[KeptPrompts]:
         return {selecting.choice for selecting in self.selecting}
 
     @property
@@ -255,7 +256,7 @@ def everything() -> dict[int, list[int]]:
     return {one.uid: one.tokens.tolist() for one in result.completions}
 
 
-def of(everything: dict[int, list[int]], choice: Choice) -> dict[int, list[int]]:
+def of(everything: dict[int, list[int]], choice: KeptPrompts) -> dict[int, list[int]]:
     """Those of all answers that belong to a choice."""
     prompts: Sequence[int] = choice.prompts
     return {uid: tokens for uid, tokens in everything.items() if uid // SAMPLES in prompts}
@@ -310,40 +311,14 @@ def test_groups_wait_for_slow_scores_without_memory_and_their_wait_is_measured()
     assert 0 < slow.selecting[0].waited < slow.clock.now()
 
 
-@dataclass
-class Work:
-    """Idle work in pieces of 10 ms; `at`: when each was dispatched, by group."""
-
-    programs: simulator.SimulatedPrograms
-    at: list[tuple[float, int]] = field(default_factory=list)
-    markers: dict[int, simulator.Marker] = field(default_factory=dict)
-    kind: str = "train"
-
-    def dispatch(self, group: int) -> bool:
-        now = self.programs.clock.now()
-        self.at.append((now, group))
-        self.markers[group] = simulator.Marker(self.programs.clock, now + 0.01)
-        heapq.heappush(self.programs.due, (now + 0.01, -1))
-        return True
-
-    def is_ready(self, group: int) -> bool:
-        return self.markers[group].is_ready()
-
-    def done(self, group: int, least: float, most: float) -> None:
-        """The piece is done."""
-
-    def failed(self, group: int, error: Exception) -> None:
-        raise error
-
-
 def test_groups_work_while_they_wait_for_prompts_and_decode_on_when_they_get_some(everything):
     scores, programs = scores_of(2, 0.3), machine()
-    judge, work, looks = Scores(scores, programs, 20.0), Work(programs), []
+    judge, work, polls = Scores(scores, programs, 20.0), Work(programs), []
     selecting = Selecting(Selection(KEEP, judge.new), WINDOW, SAMPLES, False, LocalBoard(), "s")
     request = scenarios.request([64] * WINDOW, SAMPLES, 600, seed=5, capacity=8)
     planner = Planner(BATCHES, SLOTS, goodput.goodput(ARMS, node_cost=NODE))
     contexts = scenarios.contexts(programs, request, planner, 2, selecting=selecting)
-    listeners, finish = [selecting.listen, looks.append], selecting.finished(judge.finished)
+    listeners, finish = [selecting.listen, polls.append], selecting.finished(judge.finished)
     rollout = driver.LocalGroups(contexts, listeners, finish, programs.clock)
     background = IdleDriver(rollout, work, 2, 0.0, lambda: math.inf)
     result = kept(simulator.simulate(rollout, programs, background, selecting), selecting.choice)
@@ -353,16 +328,16 @@ def test_groups_work_while_they_wait_for_prompts_and_decode_on_when_they_get_som
 
     decodes = [one for one in result.spans if one.kind != "train"]
     last = {group: max(one.start for one in decodes if one.group == group) for group in range(2)}
-    assert any(at < last[group] for at, group in work.at), "a group worked, and decoded after it"
+    assert any(at < last[group] for at, group in work.dispatched), "a group decoded after its work"
     running: set[tuple[int, int]] = set()
-    for look in looks:  # no piece starts while a program of its group runs
-        for event in look.events:
+    for poll in polls:  # no piece starts while a program of its group runs
+        for event in poll.events:
             if isinstance(event, Dispatched) and event.kind == "train":
-                assert look.group not in {group for group, _ in running}
+                assert poll.group not in {group for group, _ in running}
             elif isinstance(event, Dispatched):
-                running.add((look.group, event.number))
+                running.add((poll.group, event.number))
             elif isinstance(event, Retired):
-                running.discard((look.group, event.number))
+                running.discard((poll.group, event.number))
     numbers = [(one.group, one.number) for one in result.spans]
     assert len(numbers) == len(set(numbers))
 

@@ -23,7 +23,7 @@ from tlt_jax.drafter.recipe import DrafterState
 from tlt_jax.drafter.replay import Replay
 from tlt_jax.drafter.update import Copies
 from tlt_jax.rollout.executables.programs import Program
-from tlt_jax.rollout.recorder import Look
+from tlt_jax.rollout.recorder import Poll
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.scheduler.driver import WALL, Clock
 from tlt_jax.spec_decode.decode_state import Weights
@@ -112,10 +112,10 @@ class IdleTraining:
             "least_idle": LEAST_IDLE_S,
         }
 
-    def listen(self, look: Look) -> None:
-        """Tells the replay of a look's group."""
-        if look.group in self.replays:
-            self.replays[look.group].listen(look)
+    def listen(self, poll: Poll) -> None:
+        """Tells the replay of a poll's group."""
+        if poll.group in self.replays:
+            self.replays[poll.group].listen(poll)
 
     @property
     def is_active(self) -> bool:

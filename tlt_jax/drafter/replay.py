@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from tlt_jax.data.packing import PackedRows
 from tlt_jax.distributed.mesh import put, sharding
-from tlt_jax.rollout.recorder import Emitted, Ended, Harvested, Look
+from tlt_jax.rollout.recorder import Emitted, Ended, Harvested, Poll
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.decode_state import BROKEN, Features
 
@@ -76,11 +76,11 @@ class Replay:
         """The prompt of a sequence."""
         return self.request.prompts[uid // self.request.samples]
 
-    def listen(self, look: Look) -> None:
+    def listen(self, poll: Poll) -> None:
         """Handles the events of one poll; those of other groups are ignored."""
-        if look.group != self.group:
+        if poll.group != self.group:
             return
-        for event in look.events:
+        for event in poll.events:
             match event:
                 case Emitted(uid, tokens, _, finish):
                     self.parts.setdefault(uid, []).append(tokens)

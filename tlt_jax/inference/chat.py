@@ -109,12 +109,12 @@ class Model:
         write: Callable[[str], None] | None = None,
     ) -> dict[str, Any]:
         """The object that `--json` prints; `write` gets the text of the only answer in parts."""
-        from tlt_jax.rollout.recorder import Emitted, Look
+        from tlt_jax.rollout.recorder import Emitted, Poll
 
         stream = TextStream(self.tokenizer, write) if write else None
 
-        def show(look: Look) -> None:
-            for event in look.events:
+        def show(poll: Poll) -> None:
+            for event in poll.events:
                 if isinstance(event, Emitted):
                     stream.add(event.tokens.tolist())
 

@@ -27,7 +27,7 @@ from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.rewards import terms
 from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.recorder import Completion, Look, RolloutResult
+from tlt_jax.rollout.recorder import Completion, Poll, RolloutResult
 from tlt_jax.rollout.selection import Selection
 from tlt_jax.spec_decode.interface import Sampling
 from tlt_jax.spec_decode.strategy import LEARNED
@@ -219,7 +219,7 @@ class RolloutModel:
         prompts: Sequence[np.ndarray],
         rollout: Rollout,
         call: int | None = None,
-        listeners: Sequence[Callable[[Look], None]] = (),
+        listeners: Sequence[Callable[[Poll], None]] = (),
         **selecting: Any,
     ) -> RolloutResult:
         """The rollout of `generate`, whose arguments are checked, for int32[P] prompts; the others: those of `Engine.run`."""

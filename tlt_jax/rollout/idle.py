@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from tlt_jax.rollout.recorder import Dispatched, Event, Look, Retired
+from tlt_jax.rollout.recorder import Dispatched, Event, Poll, Retired
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.tuner.interface import Measurement
 
@@ -106,7 +106,7 @@ class IdleDriver:
             self.work.failed(group, error)
             self.gave_up.add(group)
         if events:
-            self.rollout.tell(Look(group, began, self.rollout.clock.now(), tuple(events)))
+            self.rollout.tell(Poll(group, began, self.rollout.clock.now(), tuple(events)))
         return bool(events)
 
     def retire(self, group: int, now: float) -> list[Event]:

@@ -19,7 +19,7 @@ from tlt_jax.tuner import cost_model
 from tlt_jax.tuner.interface import MOST_ROUNDS, Cell, Measurement, is_timed
 
 if TYPE_CHECKING:
-    from tlt_jax.rollout.selection import Choice
+    from tlt_jax.rollout.selection import KeptPrompts
 
 # Finish reasons: the answer is complete, was cut at its limit, or the policy's logits were not finite.
 STOP, LENGTH, NONFINITE = "stop", "length", "nonfinite"
@@ -143,10 +143,10 @@ Event = Decided | Dispatched | Retired | Emitted | Ended | Harvested | WentIdle
 
 
 @dataclass(frozen=True)
-class Look:
+class Poll:
     """One poll of one group, in seconds of the rollout's clock; polls without events are reported too.
 
-    The time since the previous look bounds the error of a measurement.
+    The time since the previous poll bounds the error of a measurement.
     """
 
     group: int
@@ -155,7 +155,7 @@ class Look:
     events: tuple[Event, ...]
 
 
-Listener = Callable[[Look], None]  # called after the dispatches of the look
+Listener = Callable[[Poll], None]  # called after the dispatches of the poll
 
 
 @dataclass(frozen=True)
@@ -209,12 +209,12 @@ class RolloutResult:
     stats: dict[str, float]
     partial: dict[int, np.ndarray] = field(default_factory=dict)
     compile_waits: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
-    choice: Choice | None = None
+    choice: KeptPrompts | None = None
 
 
 @dataclass
 class RolloutRecorder:
-    """Records every look; `begin`: start of the rollout, in seconds of its clock.
+    """Records every poll; `begin`: start of the rollout, in seconds of its clock.
 
     `observe` is called with every measurement, `on_finish` with every complete sequence. Programs of unknown kinds become
     spans of the timeline.
@@ -237,19 +237,19 @@ class RolloutRecorder:
     totals: Counter = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.looked, self.free_at, self.uncertainty, self.catch_up = (
+        self.polled, self.free_at, self.uncertainty, self.catch_up = (
             Counter() for _ in range(4)
         )  # by group
 
-    def record(self, look: Look) -> None:
-        """Adds one look, which read the programs that were ready at `began`, and dispatched others until `ended`."""
-        group, looked, now = look.group, look.began - self.begin, look.ended - self.begin
-        if not look.events:
-            self.looked[group] = looked
+    def record(self, poll: Poll) -> None:
+        """Adds one poll, which read the programs that were ready at `began`, and dispatched others until `ended`."""
+        group, polled, now = poll.group, poll.began - self.begin, poll.ended - self.begin
+        if not poll.events:
+            self.polled[group] = polled
             return
-        retired = [event for event in look.events if isinstance(event, Retired)]
-        times, uncertainty = self.shares(group, retired, looked)
-        for event in look.events:
+        retired = [event for event in poll.events if isinstance(event, Retired)]
+        times, uncertainty = self.shares(group, retired, polled)
+        for event in poll.events:
             match event:
                 case Emitted(uid):
                     self.parts.setdefault(uid, []).append(event)
@@ -258,31 +258,31 @@ class RolloutRecorder:
                 case Decided(decision):
                     self.decisions.append(decision)
                 case Dispatched(number):
-                    self.open[group, number] = (event, looked, now)
+                    self.open[group, number] = (event, polled, now)
                 case Retired(number):
                     dispatched = self.open.pop((group, number))[0]
                     self.retire(group, event, dispatched, *times[number], uncertainty)
 
     def shares(
-        self, group: int, retired: Sequence[Retired], looked: float
+        self, group: int, retired: Sequence[Retired], polled: float
     ) -> tuple[dict[int, tuple[float, float]], float]:
-        """Start and end of the programs that were read in one look, which share its time in proportion to their expected work.
+        """Start and end of the programs that were read in one poll, which share its time in proportion to their expected work.
 
-        Also the uncertainty of these, in seconds. A program was queued at some time during a look, and it and its predecessor
-        ended at some time since the look before: long times when the host was compiling.
+        Also the uncertainty of these, in seconds. A program was queued at some time during a poll, and it and its predecessor
+        ended at some time since the poll before: long times when the host was compiling.
         """
-        before, self.looked[group] = self.looked[group], looked
+        before, self.polled[group] = self.polled[group], polled
         if not retired:
             return {}, 0.0
         _, earliest, queued = self.open[group, retired[0].number]
         start = max(queued, self.free_at[group])
         uncertainty = start - max(earliest, self.free_at[group] - self.uncertainty[group])
-        ends = [looked]
+        ends = [polled]
         if len(retired) > 1:
             work = [expected_work(self.open[group, one.number][0], one) for one in retired]
-            apart = (looked - start) * np.cumsum(work)[:-1] / np.sum(work)
-            ends = [*(start + apart).tolist(), looked]
-        self.free_at[group], self.uncertainty[group] = looked, looked - max(before, earliest)
+            apart = (polled - start) * np.cumsum(work)[:-1] / np.sum(work)
+            ends = [*(start + apart).tolist(), polled]
+        self.free_at[group], self.uncertainty[group] = polled, polled - max(before, earliest)
         pairs = pairwise([start, *ends])
         times = {one.number: pair for one, pair in zip(retired, pairs, strict=True)}
         return times, uncertainty + self.uncertainty[group]

@@ -16,7 +16,7 @@ from tlt_jax.distributed.board import Ending, LocalBoard
 from tlt_jax.rollout import exchange
 from tlt_jax.rollout.executables.programs import CatchUp, Decode, Prefill, Program, Start
 from tlt_jax.rollout.idle import ExpectedTime, IdleDriver, IdleWork
-from tlt_jax.rollout.recorder import Completion, Emitted, Listener, Look, RolloutResult
+from tlt_jax.rollout.recorder import Completion, Emitted, Listener, Poll, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.scheduler import driver, group
 from tlt_jax.rollout.scheduler.payback import Payback
@@ -29,7 +29,7 @@ from tlt_jax.rollout.scheduler.state import (
     Needs,
     no_context,
 )
-from tlt_jax.rollout.selection import Choice, Selecting, Selection
+from tlt_jax.rollout.selection import KeptPrompts, Selecting, Selection
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.tuner.interface import State as TunerState
 
@@ -150,9 +150,9 @@ class RolloutRun:
         groups = len(self.engine.groups)
         return IdleDriver(rollout, work, groups, least_idle, expected, lambda: bool(ending.how))
 
-    def remember(self, look: Look) -> None:
+    def remember(self, poll: Poll) -> None:
         """Keeps the answers that n-grams are drawn from."""
-        for event in look.events if self.engine.ngram_memory else ():
+        for event in poll.events if self.engine.ngram_memory else ():
             if isinstance(event, Emitted):
                 self.engine.ngram_memory.write(event.uid, event.tokens)
 
@@ -176,7 +176,7 @@ class RolloutRun:
         return tuner
 
 
-def kept(result: RolloutResult, choice: Choice) -> RolloutResult:
+def kept(result: RolloutResult, choice: KeptPrompts) -> RolloutResult:
     """The result with the answers to the chosen prompts alone; the stat kept_tokens has their tokens."""
     prompts = frozenset(choice.prompts)
     completions = [one for one in result.completions if one.prompt in prompts]

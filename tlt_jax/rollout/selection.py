@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tlt_jax.distributed.board import POLL_S, Board
-from tlt_jax.rollout.recorder import Completion, Decided, Look
+from tlt_jax.rollout.recorder import Completion, Decided, Poll
 
 LEAST_SHARE = 1e-3  # least share of prompts that is expected to count
 # Weight of the share that was expected before, in multiples of the prompts to keep. What is decided early is not typical:
@@ -47,8 +47,8 @@ class Selection:
     share: float = 1.0
 
 
-class Choice(NamedTuple):
-    """The kept prompts, ascending; how many of them count; and how many prompts, from the first on, were looked at."""
+class KeptPrompts(NamedTuple):
+    """The kept prompts, ascending; how many of them count; and how many prompts, from the first on, were tried."""
 
     prompts: tuple[int, ...]
     counted: int
@@ -114,7 +114,7 @@ class Chooser:
         return min(self.begun, self.cap)
 
     @property
-    def choice(self) -> Choice | None:
+    def choice(self) -> KeptPrompts | None:
         """The choice; None while prompts that may change it are not decided."""
         if self.front < self.cap:
             return None
@@ -122,7 +122,7 @@ class Chooser:
         missing = self.selection.prompts - len(kept)
         others = [prompt for prompt in range(self.cap) if not self.verdicts[prompt]]
         filled = others[:missing] if missing else []
-        return Choice(tuple(sorted(kept + filled)), len(kept), self.cap)
+        return KeptPrompts(tuple(sorted(kept + filled)), len(kept), self.cap)
 
 
 class Selecting:
@@ -146,7 +146,7 @@ class Selecting:
         self.selection, self.samples, self.board, self.scope = selection, samples, board, scope
         self.process, self.is_alone = process, processes == 1
         self.chooser = Chooser(selection, window, samples, in_waves)
-        self.choice: Choice | None = None
+        self.choice: KeptPrompts | None = None
         self.bound, self.cap = self.chooser.bound, self.chooser.cap
         self.begun: Counter[int] = (
             Counter()
@@ -163,9 +163,9 @@ class Selecting:
         """The choice is known: what still runs is not needed."""
         return self.choice is not None
 
-    def listen(self, look: Look) -> None:
+    def listen(self, poll: Poll) -> None:
         """Counts the answers that begin."""
-        for event in look.events:
+        for event in poll.events:
             if isinstance(event, Decided):
                 self.begun.update(uid // self.samples for uid in event.decision.joining)
 
@@ -243,7 +243,7 @@ class Selecting:
         if text and text != self.written:
             self.written = text
             self.bound, self.cap, choice = json.loads(text)
-            self.choice = choice and Choice(tuple(choice[0]), *choice[1:])
+            self.choice = choice and KeptPrompts(tuple(choice[0]), *choice[1:])
 
     def count_wait(self, now: float, is_decoding: bool) -> None:
         """Adds the time since the last poll when only scores were awaited then."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from tlt_jax.config import Config
 from tlt_jax.drafter.update import MicroStep
-from tlt_jax.rollout.recorder import Completion, Look
+from tlt_jax.rollout.recorder import Completion, Poll
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.simulate.acceptance import Acceptances
 from tlt_jax.simulate.simulator import Marker
@@ -131,7 +131,7 @@ class SimulatedWindows:
     def begin(self, step: int, request: RolloutRequest) -> None:
         return None
 
-    def listen(self, look: Look) -> None:
+    def listen(self, poll: Poll) -> None:
         return None
 
     def wanted(self, uid: int, length: int) -> Sequence[int]:

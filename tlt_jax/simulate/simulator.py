@@ -27,7 +27,7 @@ from tlt_jax.rollout.executables.programs import (
 )
 from tlt_jax.rollout.idle import IdleDriver
 from tlt_jax.rollout.learned_drafter import FEATURES as FEATURE_S
-from tlt_jax.rollout.recorder import IDLE_ROUND, Look, RolloutResult, WentIdle
+from tlt_jax.rollout.recorder import IDLE_ROUND, Poll, RolloutResult, WentIdle
 from tlt_jax.rollout.request import admission_size
 from tlt_jax.rollout.scheduler.driver import LocalGroups
 from tlt_jax.rollout.selection import Selecting
@@ -358,12 +358,12 @@ def simulate(
     ending = ending or Ending(len(rollout.states))
     is_in_order = any(context.is_in_order for context in rollout.contexts.values())
     while True:
-        looks = [] if result else [look for look in rollout.poll(groups) if look.events]
-        for look in looks:
-            if isinstance(look.events[-1], WentIdle):
-                ending.is_idle(look.group)
+        polls = [] if result else [poll for poll in rollout.poll(groups) if poll.events]
+        for poll in polls:
+            if isinstance(poll.events[-1], WentIdle):
+                ending.is_idle(poll.group)
                 is_idle = True
-        happened = is_in_order and bool(looks)  # else one poll reads and dispatches all there is
+        happened = is_in_order and bool(polls)  # else one poll reads and dispatches all there is
         if selecting:
             happened |= selecting.poll(clock.now(), rollout.is_decoding())
             if selecting.is_over:
@@ -381,6 +381,6 @@ def simulate(
         if ready > clock.now():  # else it ended while the host was compiling
             clock.jump(ready - POLL_BEFORE_S)
             for group in () if result else groups & rollout.contexts.keys():
-                rollout.tell(Look(group, clock.now(), clock.now(), ()))
+                rollout.tell(Poll(group, clock.now(), clock.now(), ()))
         clock.jump(ready)
         groups = None if selecting else groups  # a new bound lets any group go on

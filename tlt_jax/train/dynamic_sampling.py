@@ -12,7 +12,7 @@ from tlt_jax.data.dataset import Dataset
 from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.rewards import Scorer, scorer as scorers
 from tlt_jax.rollout.recorder import RolloutResult
-from tlt_jax.rollout.selection import Choice, Selection
+from tlt_jax.rollout.selection import KeptPrompts, Selection
 from tlt_jax.train.advantages import zero_variance
 
 MEMORY = 0.5  # weight of the share of prompts that counted before, relative to a step's
@@ -77,7 +77,9 @@ def window(config: Config, dataset: Dataset, step: int, position: int | None) ->
     return dataset.window(start(config, step, position), size)
 
 
-def after(config: Config, step: int, position: int | None, choice: Choice | None) -> int | None:
+def after(
+    config: Config, step: int, position: int | None, choice: KeptPrompts | None
+) -> int | None:
     """The position after the step that followed `step` steps: after the last prompt that its choice looked at.
 
     None while every step took rollout.prompts prompts.
@@ -87,12 +89,12 @@ def after(config: Config, step: int, position: int | None, choice: Choice | None
     return start(config, step, position) + choice.tried
 
 
-def taken(prompts: Sequence[Prompt], choice: Choice | None) -> list[Prompt]:
+def taken(prompts: Sequence[Prompt], choice: KeptPrompts | None) -> list[Prompt]:
     """Those of a step's window that it trains on."""
     return [*prompts] if choice is None else [prompts[index] for index in choice.prompts]
 
 
-def filled(choice: Choice | None) -> str:
+def filled(choice: KeptPrompts | None) -> str:
     """Text that says how many prompts without a gradient a step trained on; empty when it found enough others."""
     if choice is None or choice.counted == len(choice.prompts):
         return ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tlt_jax.distributed.board import INTERRUPTED, Ending
 from tlt_jax.errors import Interrupted
-from tlt_jax.rollout.recorder import Completion, Listener, Look, RolloutRecorder, RolloutResult
+from tlt_jax.rollout.recorder import Completion, Listener, Poll, RolloutRecorder, RolloutResult
 from tlt_jax.rollout.scheduler import group as machine
 from tlt_jax.rollout.scheduler.state import GroupContext, GroupState
 from tlt_jax.rollout.selection import Selecting
@@ -56,22 +56,22 @@ class LocalGroups:
         )
         self.listeners = (*listeners, self.recorder.record)
 
-    def poll(self, groups: Collection[int] | None = None) -> list[Look]:
+    def poll(self, groups: Collection[int] | None = None) -> list[Poll]:
         """Polls each group once, or these: reads finished programs and dispatches new ones; never waits."""
-        looks = []
+        polls = []
         for context in self.contexts.values() if groups is None else map(self.contexts.get, groups):
             began = self.clock.now()
             state, events = machine.advance(context, self.states[context.index], self.is_stopping)
             self.states[context.index] = state
-            look = Look(context.index, began, self.clock.now(), tuple(events))
-            self.tell(look)
-            looks.append(look)
-        return looks
+            poll = Poll(context.index, began, self.clock.now(), tuple(events))
+            self.tell(poll)
+            polls.append(poll)
+        return polls
 
-    def tell(self, look: Look) -> None:
-        """Tells the listeners of a look at a group."""
+    def tell(self, poll: Poll) -> None:
+        """Tells the listeners of a poll."""
         for listener in self.listeners:
-            listener(look)
+            listener(poll)
 
     def is_idle(self, group: int) -> bool:
         """The group has finished: nothing in flight, no live row, an empty queue; its decoding state is released."""
@@ -118,7 +118,7 @@ def run(
             ending.interrupt()
         if ending.poll(rollout.clock.now()) == INTERRUPTED:
             raise Interrupted("the rollout was interrupted")
-        happened = result is None and any(look.events for look in rollout.poll())
+        happened = result is None and any(poll.events for poll in rollout.poll())
         if selecting and not selecting.is_over:
             happened |= selecting.poll(rollout.clock.now(), rollout.is_decoding())
         is_chosen = selecting is None or selecting.is_over
