@@ -15,22 +15,29 @@ from tlt_jax.data import tasks
 from tlt_jax.rollout.ngram_memory import NGramMemory
 from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode.interface import ABSENT
-from tlt_jax.spec_decode.ngram import ESCAPE, POWER, SEPARATOR, Settings
+from tlt_jax.spec_decode.ngram import ESCAPE, POWER, SEPARATOR
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.spec_decode.tree import rerank
 
-SETTINGS = Settings(min_match=1, max_match=4, matches=6)
 TREE = Strategy(depth=4, topk=2, nodes=8)
 S, R = 24, 12
-search = jax.jit(ngram.search, static_argnums=(3, 4))
 
 
-@partial(jax.jit, static_argnums=(3, 4))
-def propose(history, lengths, pool, strategy: Strategy, settings: Settings):
-    """The best tree of the proposed candidates."""
-    candidates = ngram.propose(history, lengths, pool, strategy, settings)
-    roots = jnp.take_along_axis(history, lengths[:, None], axis=1)[:, 0]
-    return rerank(candidates, roots, strategy.nodes)
+def limit(monkeypatch, max_match: int, matches: int) -> None:
+    monkeypatch.setattr(ngram, "MAX_MATCH", max_match)
+    monkeypatch.setattr(ngram, "MATCHES", matches)
+
+
+def proposing(strategy: Strategy):
+    """Jitted (history, lengths, pool) -> the best tree of the proposed candidates, with the limits of this test."""
+
+    @jax.jit
+    def propose(history, lengths, pool):
+        candidates = ngram.propose(history, lengths, pool, strategy)
+        roots = jnp.take_along_axis(history, lengths[:, None], axis=1)[:, 0]
+        return rerank(candidates, roots, strategy.nodes)
+
+    return propose
 
 
 def texts(seed: int, rows: int = 40, vocab: int = 3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -45,7 +52,7 @@ def texts(seed: int, rows: int = 40, vocab: int = 3) -> tuple[np.ndarray, np.nda
 
 
 def places(
-    sequence: list[int], pool: list[int], depth: int, settings: Settings
+    sequence: list[int], pool: list[int], depth: int, max_match: int, matches: int
 ) -> list[tuple[int, list[int]]]:
     """The expected result of `search`, best first: number of matching tokens, and the tokens that follow."""
     found = []
@@ -53,7 +60,7 @@ def places(
         for end in range(len(text) - 1):
             matched = 0
             while (
-                matched < min(settings.max_match, end + 1, len(sequence))
+                matched < min(max_match, end + 1, len(sequence))
                 and text[end - matched] == sequence[-1 - matched] != SEPARATOR
             ):
                 matched += 1
@@ -61,10 +68,10 @@ def places(
             if source:  # periodic
                 after = (after * depth)[:depth]
             stop = after.index(SEPARATOR) if SEPARATOR in after else len(after)
-            if matched >= settings.min_match and stop:
+            if matched and stop:
                 found.append((matched, source, end, after[: min(stop, depth)]))
     found.sort(key=lambda one: one[:3], reverse=True)
-    return [(matched, after) for matched, _, _, after in found[: settings.matches]]
+    return [(matched, after) for matched, _, _, after in found[:matches]]
 
 
 def trie(
@@ -112,12 +119,14 @@ def known(history: np.ndarray, lengths: np.ndarray, row: int) -> list[int]:
     return history[row, : lengths[row] + 1].tolist()
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, Settings(2, 3, 100), Settings(1, 1, 4)])
-def test_the_search_finds_what_a_scan_of_the_text_finds(settings):
+@pytest.mark.parametrize("limits", [(4, 6), (3, 100), (1, 4)])
+def test_the_search_finds_what_a_scan_of_the_text_finds(monkeypatch, limits):
+    limit(monkeypatch, *limits)
     history, lengths, pool = texts(0)
-    found = jax.device_get(search(history, lengths, pool, TREE.depth, settings))
+    search = jax.jit(partial(ngram.search, depth=TREE.depth, matches=limits[1]))
+    found = jax.device_get(search(history, lengths, pool))
     for row in range(len(history)):
-        expected = places(known(history, lengths, row), pool[row].tolist(), TREE.depth, settings)
+        expected = places(known(history, lengths, row), pool[row].tolist(), TREE.depth, *limits)
         count = int((found.matched[row] > 0).sum())
         assert found.matched[row, :count].tolist() == [matched for matched, _ in expected]
         for place, (_, after) in enumerate(expected):
@@ -129,14 +138,15 @@ def test_the_search_finds_what_a_scan_of_the_text_finds(settings):
 @pytest.mark.parametrize(
     "strategy", [TREE, Strategy(3, 1, 4), Strategy(2, 3, 13), Strategy(1, 2, 3)]
 )
-def test_the_tree_is_the_best_part_of_the_trie(strategy):
+def test_the_tree_is_the_best_part_of_the_trie(monkeypatch, strategy):
+    limit(monkeypatch, 4, 6)
     history, lengths, pool = texts(1)
-    tree = jax.device_get(propose(history, lengths, pool, strategy, SETTINGS))
+    tree = jax.device_get(proposing(strategy)(history, lengths, pool))
     assert tree.scores.dtype == np.float64
     for row in range(len(history)):
         sequence = known(history, lengths, row)
         expected = trie(
-            places(sequence, pool[row].tolist(), strategy.depth, SETTINGS),
+            places(sequence, pool[row].tolist(), strategy.depth, 4, 6),
             strategy.topk,
             strategy.depth,
         )
@@ -152,7 +162,7 @@ def test_the_tree_is_the_best_part_of_the_trie(strategy):
 
 @pytest.mark.parametrize("vocab", [2, 50])
 def test_trees_are_sound(vocab):
-    tree = propose(*texts(2, vocab=vocab), Strategy(3, 3, 16), Settings())
+    tree = proposing(Strategy(3, 3, 16))(*texts(2, vocab=vocab))
     here = np.asarray(tree.tokens) != ABSENT
     assert not references.orphans(tree).any()
     assert (np.asarray(tree.ranks)[here] < 3).all()
@@ -162,23 +172,20 @@ def test_trees_are_sound(vocab):
     assert here.any() and (vocab == 2 or not here.all())
 
 
-def test_a_tree_may_have_more_nodes_than_the_text_can_fill():
+def test_a_tree_may_have_more_nodes_than_the_text_can_fill(monkeypatch):
+    limit(monkeypatch, 12, 1)
     history = np.array([[1, 2, 1, 3, 1]], np.int32)
-    tree = propose(
-        history,
-        np.array([4], np.int32),
-        np.zeros((1, 0), np.int32),
-        Strategy(2, 6, 40),
-        Settings(matches=1),
+    tree = proposing(Strategy(2, 6, 40))(
+        history, np.array([4], np.int32), np.zeros((1, 0), np.int32)
     )
     assert set(paths(tree, 0)) == {(3,), (3, 1), (2,), (2, 1)}
 
 
 def test_texts_beyond_exact_floats_are_refused():
     wide = jax.ShapeDtypeStruct((1, 2**20), jnp.int32)
-    with pytest.raises(ValueError, match="lower one of them"):
+    with pytest.raises(ValueError, match="at most"):
         jax.eval_shape(
-            partial(ngram.search, depth=1, settings=Settings(max_match=16)),
+            partial(ngram.search, depth=1, matches=4),
             wide, jax.ShapeDtypeStruct((1,), jnp.int32), wide,
         )  # fmt: skip
 
@@ -186,9 +193,8 @@ def test_texts_beyond_exact_floats_are_refused():
 def test_memory_grows_with_the_text_and_no_faster():
     def temporary(slots: int) -> int:
         wide = jax.ShapeDtypeStruct((4, slots), jnp.int32)
-        lowered = search.lower(
-            wide, jax.ShapeDtypeStruct((4,), jnp.int32), wide, TREE.depth, Settings()
-        )
+        search = jax.jit(partial(ngram.search, depth=TREE.depth, matches=16))
+        lowered = search.lower(wide, jax.ShapeDtypeStruct((4,), jnp.int32), wide)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(8192) < 4.4 * temporary(2048)
@@ -198,6 +204,7 @@ def test_scores_are_the_probabilities_that_proposals_hold():
     """On worked solutions, and on copies of them with errors, the expected accept length is near the measured one."""
     rows = tasks.make("fold", {"min_length": 6, "max_length": 12}).rows(0, range(24), "train")
     rng, strategy = np.random.default_rng(0), Strategy(4, 4, 16)
+    propose = proposing(strategy)
     got = expected = 0.0
     for row in rows:
         text = np.frombuffer((row.prompt + row.solution).encode(), np.uint8).astype(np.int32)[:64]
@@ -207,9 +214,7 @@ def test_scores_are_the_probabilities_that_proposals_hold():
         pool = np.broadcast_to(
             np.pad(sibling, (64 - len(text), 0), constant_values=SEPARATOR), (64, 64)
         )
-        tree = jax.device_get(
-            propose(history, np.arange(64, dtype=np.int32), pool, strategy, Settings())
-        )
+        tree = jax.device_get(propose(history, np.arange(64, dtype=np.int32), pool))
         answer = slice(len(row.prompt) - 1, len(text) - strategy.depth - 1)
         after = np.minimum(np.arange(64)[:, None] + 1 + tree.depths, 63)
         accepted = match(

@@ -10,7 +10,7 @@ from hashlib import blake2b
 import numpy as np
 
 from tlt_jax.errors import ConfigError
-from tlt_jax.spec_decode.ngram import SEPARATOR, Settings, longest_text
+from tlt_jax.spec_decode.ngram import LONGEST, MAX_MATCH, SEPARATOR
 
 POOL = 2048  # tokens of other answers to the prompt that each sequence can search
 CAPACITY = 4_000_000  # tokens of all remembered answers
@@ -19,7 +19,7 @@ MARGIN = 256  # slots that the cache of a sequence may have beyond its tokens
 
 def check_longest(tokens: int) -> None:
     """Raises ConfigError when a sequence of `tokens` and its pool are longer than n-grams can search."""
-    most = longest_text(Settings()) - POOL - MARGIN
+    most = LONGEST - POOL - MARGIN
     if tokens > most:
         raise ConfigError(
             f"a sequence can have {tokens} tokens, and n-grams search {most} at most: lower data.max_prompt_tokens or "
@@ -53,7 +53,7 @@ class NGramMemory:
         self,
         budget: int,
         capacity: float,
-        context: int = Settings.max_match,
+        context: int = MAX_MATCH,
         keeps_earlier: bool = True,
     ):
         self.budget, self.capacity, self.context, self.size = budget, capacity, context, 0

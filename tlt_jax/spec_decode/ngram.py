@@ -6,8 +6,6 @@ matches in place of one continuation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -18,20 +16,10 @@ from tlt_jax.spec_decode.interface import Candidates
 from tlt_jax.spec_decode.strategy import Strategy
 
 SEPARATOR = -1
+MAX_MATCH = 12  # most tokens that are compared
+MATCHES = 16  # places that make a tree: longest match, then latest; more for a tree of more nodes
+LONGEST = 2**24 // (MAX_MATCH + 1)  # most tokens of text that can be searched
 POWER, ESCAPE = 1.4, 5.0  # fitted; see `grow`
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Parameters of the search.
-
-    At least `min_match` tokens must match, and at most `max_match` are compared. The best `matches` places (longest
-    match, then latest) make the tree.
-    """
-
-    min_match: int = 1
-    max_match: int = 12
-    matches: int = 16
 
 
 @struct.dataclass
@@ -52,15 +40,13 @@ def propose(
     lengths: Int32[Array, " B"],
     pool: Int32[Array, "B R"],
     strategy: Strategy,
-    settings: Settings = Settings(),
 ) -> Candidates:
     """At least strategy.nodes - 1 candidates: the tokens that followed earlier occurrences.
 
     history[b, : lengths[b] + 1] is the sequence; its last token is the root. `pool`: other texts, separated by SEPARATOR.
     """
     fewest = -(-(strategy.nodes - 1) // strategy.depth)  # places for that many nodes
-    settings = replace(settings, matches=max(settings.matches, fewest))
-    found = search(history, lengths, pool, strategy.depth, settings)
+    found = search(history, lengths, pool, strategy.depth, max(MATCHES, fewest))
     return grow(found, strategy.topk)
 
 
@@ -70,17 +56,17 @@ def search(
     lengths: Int32[Array, " B"],
     pool: Int32[Array, "B R"],
     depth: int,
-    settings: Settings = Settings(),
+    matches: int,
 ) -> Found:
-    """The places with the longest matches.
+    """The `matches` places with the longest matches.
 
-    One pass over the text for each of `max_match` tokens; memory is linear in S + R.
+    One pass over the text for each of MAX_MATCH tokens; memory is linear in S + R.
     """
     text = jnp.concatenate(
         [pool, jnp.full_like(pool, SEPARATOR, shape=(pool.shape[0], 1)), history], axis=1
     )
     root = pool.shape[1] + 1 + lengths
-    places, matched = best_places(text, root, settings)
+    places, matched = best_places(text, root, matches)
 
     # The continuation of a recent place in the sequence reaches the root before `depth` tokens. Past the root it repeats, as
     # if the text were periodic.
@@ -95,25 +81,18 @@ def search(
     return Found(matched, follows.reshape(*places.shape, depth))
 
 
-def longest_text(settings: Settings) -> int:
-    """Most tokens of text that `best_places` can search."""
-    return 2**24 // (settings.max_match + 1)
-
-
 @shaped
 def best_places(
-    text: Int32[Array, "B T"], root: Int32[Array, " B"], settings: Settings
+    text: Int32[Array, "B T"], root: Int32[Array, " B"], matches: int
 ) -> tuple[Int32[Array, "B C"], Int32[Array, "B C"]]:
     """Indices and match lengths of the best earlier occurrences of the tokens up to the root.
 
     Longest match first, then latest. Both are encoded in one float32 key, because on CPUs XLA finds the top k of floats
     without a full sort. The encoding is exact; raises ValueError when it cannot be.
     """
-    width, most = text.shape[1], settings.max_match
-    if width > longest_text(settings):
-        raise ValueError(
-            f"{width} tokens of text times max_match {most} + 1 exceed {2**24}: lower one of them"
-        )
+    width, most = text.shape[1], MAX_MATCH
+    if width > LONGEST:
+        raise ValueError(f"{width} tokens of text: n-grams search at most {LONGEST}")
 
     back = root[:, None] - jnp.arange(most, dtype=jnp.int32)
     suffix = jnp.take_along_axis(text, jnp.maximum(back, 0), axis=1)
@@ -129,12 +108,12 @@ def best_places(
 
     index = jnp.arange(width, dtype=jnp.int32)
     ends = jnp.pad(text[:, 1:], ((0, 0), (0, 1)), constant_values=SEPARATOR) == SEPARATOR
-    usable = (matched >= settings.min_match) & (index < root[:, None]) & ~ends
+    usable = (matched > 0) & (index < root[:, None]) & ~ends
 
     key = jnp.where(usable, matched * width + index, 0).astype(jnp.float32)
-    key = jnp.pad(key, ((0, 0), (0, max(settings.matches - width, 0))))
+    key = jnp.pad(key, ((0, 0), (0, max(matches - width, 0))))
 
-    best = jax.lax.top_k(key, settings.matches)[0].astype(jnp.int32)
+    best = jax.lax.top_k(key, matches)[0].astype(jnp.int32)
     return best % width, best // width
 
 
