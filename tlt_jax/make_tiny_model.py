@@ -31,6 +31,17 @@ QWEN2_WORDS = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SMALLEST_VOCAB = 256 + 3  # bytes and special tokens
+OPTIONS = {  # option -> default, meaning
+    "columns": ("question,answer", "text columns of the data, separated by commas"),
+    "vocab-size": (2048, "largest vocabulary of the tokenizer"),
+    "hidden-size": (64, "model width"),
+    "layers": (2, "layers"),
+    "heads": (4, "query heads"),
+    "kv-heads": (2, "key and value heads"),
+    "mlp-size": (176, "mlp width"),
+    "max-positions": (2048, "longest prompt and answer"),
+    "seed": (0, "seed of the weights"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -131,36 +142,12 @@ def _parser() -> cli.Parser:
     parser = cli.Parser(
         prog="python -m tlt_jax.make_tiny_model", description=__doc__.splitlines()[0]
     )
-    add = parser.add_argument
-    add(
-        "--data",
-        required=True,
-        help="JSONL, JSON, CSV or Parquet file, folder, glob or hub data set that the tokenizer learns from",
-    )
-    add(
-        "--columns",
-        default="question,answer",
-        help="its text columns, separated by commas (default: %(default)s)",
-    )
-    add(
-        "--vocab-size",
-        type=int,
-        default=2048,
-        help="largest vocabulary of the tokenizer (default: %(default)s)",
-    )
-    add("--out", required=True, help="directory to write")
-    add("--hidden-size", type=int, default=64, help="model width (default: %(default)s)")
-    add("--layers", type=int, default=2, help="layers (default: %(default)s)")
-    add("--heads", type=int, default=4, help="query heads (default: %(default)s)")
-    add("--kv-heads", type=int, default=2, help="key and value heads (default: %(default)s)")
-    add("--mlp-size", type=int, default=176, help="mlp width (default: %(default)s)")
-    add(
-        "--max-positions",
-        type=int,
-        default=2048,
-        help="longest prompt and answer (default: %(default)s)",
-    )
-    add("--seed", type=int, default=0, help="seed of the weights (default: %(default)s)")
+    source = "JSONL, JSON, CSV or Parquet file, folder, glob or hub data set that the tokenizer learns from"
+    parser.add_argument("--data", required=True, help=source)
+    parser.add_argument("--out", required=True, help="directory to write")
+    for name, (default, meaning) in OPTIONS.items():
+        meaning += " (default: %(default)s)"
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=meaning)
     return parser
 
 

@@ -56,16 +56,8 @@ class Adam:
         """The optimizer of supervised training: linear warm-up, then cosine decay to FLOOR."""
         optim, warmup = config.optim, max(1, round(WARMUP * steps))
         return cls(
-            learning_rate,
-            steps,
-            "cosine",
-            warmup,
-            FLOOR,
-            optim.beta1,
-            optim.beta2,
-            WEIGHT_DECAY,
-            optim.grad_clip,
-        )
+            learning_rate, steps, "cosine", warmup, FLOOR, optim.beta1, optim.beta2, WEIGHT_DECAY, optim.grad_clip
+        )  # fmt: skip
 
     def rate(self) -> optax.Schedule:
         """Learning rate of step 0, 1, ...

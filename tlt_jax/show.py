@@ -16,26 +16,12 @@ Answer = Mapping[str, Any]  # a line of the completions file
 
 def main() -> int:
     """The command; exit code 0, or 2 for a folder or a step without answers."""
-    parser = cli.Parser(
-        prog="python -m tlt_jax.show",
-        description="Prints the best and the worst answers of a step of a run.",
-    )
+    parser = cli.Parser(prog="python -m tlt_jax.show", description=cli.COMMANDS["show"].about)
     parser.add_argument("run", metavar="RUN", help="folder of the run")
     parser.add_argument("--step", type=int, help="the step (default: the last one)")
-    parser.add_argument(
-        "--best",
-        type=int,
-        default=2,
-        metavar="K",
-        help="answers of the highest rewards (default: 2)",
-    )
-    parser.add_argument(
-        "--worst",
-        type=int,
-        default=2,
-        metavar="K",
-        help="answers of the lowest rewards (default: 2)",
-    )
+    for name, which in (("best", "highest"), ("worst", "lowest")):
+        meaning = f"answers of the {which} rewards (default: 2)"
+        parser.add_argument(f"--{name}", type=int, default=2, metavar="K", help=meaning)
     given = parser.parse_args()
     try:
         answers = open_run(given.run).completions(given.step)

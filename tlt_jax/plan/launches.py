@@ -68,9 +68,7 @@ def groups_of_axes(found: re.Match) -> list[list[int]]:
     shape, crossed = [], []
     for name, size in sizes.items():
         before, inner = (
-            (int(n) for n in wanted.get(name, ("", "")))
-            if all(wanted.get(name, ("",)))
-            else (1, size)
+            int(n or whole) for n, whole in zip(wanted.get(name, ("", "")), (1, size), strict=True)
         )
         crossed += [len(shape) + 1] if name in wanted else []
         shape += [before, inner, size // before // inner]
@@ -93,10 +91,7 @@ CONTROL = (LOOP, "kConditional")
 # Thunks that run others, or wait for them.
 AROUND = (GRAPH, "kSequential", "kAsyncStart", "kAsyncDone", *CONTROL)
 SCOPES = ("layer", "commit")  # the name scopes of a layer, and of its cache commit
-DRAFT, ONCE = (
-    "draft",
-    ("extend", "rerank"),
-)  # of drafting, and of what it does once and not in every level
+DRAFT, ONCE = "draft", ("extend", "rerank")  # of drafting, and of what is not in every level
 END = ("noise", "filter", "sample")  # of the vocabulary-wide end of a round
 COPIES = ("copy", "copy-start", "transpose", "concatenate", "pad")
 
@@ -147,9 +142,8 @@ def compile_and_read(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, 
             sorted(Path(folder).glob(f"*.{name}.txt"))
             for name in ("thunk_sequence", "thunk_sequence_after_thunk_passes", "thunk_metadata")
         )
-        thunks = (
-            after or before
-        )  # XLA writes a program without graphs only once, before the thunk passes
+        # XLA writes a program without graphs only once, before the thunk passes.
+        thunks = after or before
         if len(thunks) != 1 or len(metadata) != 1:
             found = [path.name for path in thunks + metadata]
             raise ValueError(f"XLA {jax.__version__} wrote of one program's thunks: {found}")
