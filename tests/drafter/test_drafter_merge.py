@@ -44,24 +44,20 @@ def changed(copy, group: int):
     return jax.tree.map(other, copy).replace(step=step)
 
 
-@pytest.mark.parametrize("kind", [EAGLE, REDUCED])
 @pytest.mark.parametrize("data,model", MESHES)
-def test_every_group_gets_a_whole_copy_on_its_own_devices(x64, kind, data, model):
-    recipe = recipe_of(kind, data=data, model=model)
-    state = state_of(recipe)
-    before = jax.device_get(state)
-    for copy, group in zip(copies_of(recipe, state), groups_of(recipe), strict=True):
-        for leaf, whole in zip(jax.tree.leaves(copy), jax.tree.leaves(before), strict=True):
-            assert set(leaf.sharding.device_set) == set(group.devices.flat)
-            np.testing.assert_array_equal(np.asarray(leaf), whole[None])
-
-
-@pytest.mark.parametrize("data,model", MESHES)
-def test_the_merge_is_the_mean_weighted_by_tokens_of_weights_and_moments(x64, data, model):
+def test_groups_get_whole_copies_and_the_merge_is_their_mean_weighted_by_tokens(x64, data, model):
+    """Of weights and moments."""
     recipe = recipe_of(REDUCED, data=data, model=model)
     state = state_of(recipe)
     ids = np.asarray(state.params.ids)
-    copies = [changed(copy, i) for i, copy in enumerate(copies_of(recipe, state))]
+    before, copies = jax.device_get(state), copies_of(recipe, state)
+    for copy, group in zip(
+        copies, groups_of(recipe), strict=True
+    ):  # a whole one on its own devices
+        for leaf, whole in zip(jax.tree.leaves(copy), jax.tree.leaves(before), strict=True):
+            assert set(leaf.sharding.device_set) == set(group.devices.flat)
+            np.testing.assert_array_equal(np.asarray(leaf), whole[None])
+    copies = [changed(copy, i) for i, copy in enumerate(copies)]
     tokens = [100 * (i + 1) for i in range(data)]
     hosts = [jax.device_get(copy) for copy in copies]
     found = merged(copies, tokens, recipe)
@@ -74,6 +70,8 @@ def test_the_merge_is_the_mean_weighted_by_tokens_of_weights_and_moments(x64, da
             np.testing.assert_allclose(np.asarray(got), mean, rtol=1e-12)
     np.testing.assert_array_equal(np.asarray(found.params.ids), ids)
     assert int(found.step) == 3 * data
+    for leaf, was in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(np.asarray(leaf), was, "the state from before survives")
     moments = [leaf for leaf in jax.tree.leaves(found.opt_state) if leaf.ndim]
     assert moments and (data == 1 or any(np.abs(np.asarray(leaf)).max() > 0 for leaf in moments))
 
@@ -89,16 +87,6 @@ def test_a_group_that_trained_nothing_counts_for_nothing_whatever_its_numbers(x6
     found = merged([trained, broken], [7, 0], recipe)
     for got, leaf in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(got), leaf[0], rtol=1e-15)
-
-
-def test_the_state_from_before_survives_training_and_merging(x64):
-    recipe = recipe_of(EAGLE, data=2)
-    state = state_of(recipe)
-    before = jax.device_get(state)
-    copies = [changed(copy, i) for i, copy in enumerate(copies_of(recipe, state))]
-    merged(copies, [1, 1], recipe)
-    for leaf, was in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
-        np.testing.assert_array_equal(np.asarray(leaf), was)
 
 
 def test_bfloat16_weights_are_averaged_in_float32(x64):

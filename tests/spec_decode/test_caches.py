@@ -34,9 +34,11 @@ SMALL = ((3, 4), (2, 2))  # of catching up: the prompts take several steps of bo
     "kind, blocks",
     [
         ("eagle", tree_drafter.BLOCKS),
-        pytest.param("eagle3", tree_drafter.BLOCKS, marks=pytest.mark.matrix),
-        ("dflash", tree_drafter.BLOCKS),
-        *((kind, SMALL) for kind in ("eagle3", "dspark")),
+        ("dspark", SMALL),
+        *(
+            pytest.param(kind, blocks, marks=pytest.mark.matrix)
+            for kind, blocks in (("eagle3", SMALL), ("dflash", tree_drafter.BLOCKS))
+        ),
     ],
 )
 def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, monkeypatch, kind, blocks):

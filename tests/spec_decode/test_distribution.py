@@ -107,34 +107,30 @@ def test_speculation_has_the_exact_distribution_of_answers(x64, sampling, coupli
     drafting = rounds.program(
         Decoder(target, toys.table_drafter(coupling)(group, V), rules, TREE), [PROMPT], LIMIT
     )
-    expected = rounds.answers(plain(toys.weights(TABLE, None), keys_of(MANY))[1])
+    expected = plain(toys.weights(TABLE, None), keys_of(MANY))[1]
     hits = 0
     for guess in GUESSES.values():
         report = drafting(toys.weights(TABLE, guess), keys_of(MANY))[1]
-        found = rounds.answers(report)
-        assert found == expected, "key by key, the answers of plain decoding"
+        np.testing.assert_array_equal(report.counts, expected.counts)
+        np.testing.assert_array_equal(report.tokens[:, :LIMIT], expected.tokens, "key by key")
         hits += np.asarray(report.stats.hits).sum(axis=1)
     assert (hits.sum(axis=1) > MANY / 10).all() and hits[:, 1].all(), (
         f"every depth, and second children too: {hits}"
     )
-    assert g_test(counted(found, list(exact)), probs) > ALPHA
+    assert g_test(counted(rounds.answers(expected), list(exact)), probs) > ALPHA
 
 
 POLICY = ModelConfig("qwen2", 8, 16, 2, 4, 2, 4, 32, 64, qkv_bias=True, tied=True, init_std=0.2)
-BFLOAT_PROMPT, BATCH, BATCHES = (
-    [3, 1, 4, 1],
-    2**13,
-    8,
-)  # short, so that no drafter has to catch up row by row
+BFLOAT_PROMPT = [3, 1, 4, 1]  # short, so that no drafter has to catch up row by row
+BATCH, BATCHES = 2**13, 5
 
 
 def test_in_bfloat16_speculation_has_the_distribution_of_one_forward():
-    """n = 65,536 answers of two tokens, 64 possible ones: w = 0.034, a total variation of 1.3 %.
+    """n = 40,960 answers of two tokens, 64 possible ones: w = 0.043, a total variation of 1.7 %.
 
     In bfloat16, programs of other shapes round differently, so tokens may differ from plain decoding's; this tests the
     distribution. The probabilities are those of the training forward in bfloat16, which rounds differently too.
     """
-    strategy = Strategy(depth=2, topk=3, nodes=8)
     params = architecture.init(POLICY, meshes.make_mesh(1, 1), jax.random.key(0), "bfloat16")
     rows = np.array([[*BFLOAT_PROMPT, v] for v in range(8)], np.int32)
     logits = np.asarray(identity.forward(params, rows, POLICY, "bfloat16"), np.float64)
@@ -143,10 +139,10 @@ def test_in_bfloat16_speculation_has_the_distribution_of_one_forward():
         [references.softmax(row) for row in logits[:, -1]],
     )
     probs = (first[:, None] * np.array(second)).ravel()
-    seen, distance = power(probs, BATCH * BATCHES, 0.034)
-    assert seen >= 0.9 and distance < 0.014, f"{seen} of the errors, {distance} of total variation"
+    seen, distance = power(probs, BATCH * BATCHES, 0.043)
+    assert seen >= 0.9 and distance < 0.0177, f"{seen} of the errors, {distance} of total variation"
     decoder, weights = rounds.tiny(
-        POLICY, "eagle", "bfloat16", DecodingParams(Sampling(1.0)), strategy
+        POLICY, "eagle", "bfloat16", DecodingParams(Sampling(1.0)), Strategy(2, 2, 5)
     )
     run = rounds.program(decoder, [BFLOAT_PROMPT], 2)
     counts, accepted = np.zeros(64, int), 0

@@ -125,29 +125,6 @@ def test_the_tree_of_a_merged_set_is_sound_and_has_its_best(C, E, depth):
             assert len(set(here)) == len(here) == min(nodes - 1, np.isfinite(best[row]).sum())
 
 
-def test_order_changes_no_path_and_no_score():
-    first, second = proposed(5, 11, 4), proposed(6, 14, 4)
-    one, other = jax.device_get((merged(first, second), merged(second, first)))
-    for row in range(ROWS):
-        ours, theirs = paths(one, row), paths(other, row)
-        assert {path: one.scores[row, place] for path, place in ours.items()} == {
-            path: other.scores[row, place] for path, place in theirs.items()
-        }
-
-
-def test_known_candidates_and_padding_add_nothing():
-    first = proposed(7, 12, 4)
-    nothing = first.replace(scores=jnp.full_like(first.scores, -jnp.inf))
-    worse = first.replace(scores=first.scores - 1)
-    for second in (first, worse, nothing):
-        both = merged(first, second)
-        for name in ("tokens", "parents", "depths", "scores"):
-            np.testing.assert_array_equal(getattr(both, name)[:, :12], getattr(first, name))
-        here = first.scores > -jnp.inf
-        np.testing.assert_array_equal(both.ranks[:, :12][here], first.ranks[here])
-        assert jnp.isneginf(both.scores[:, 12:]).all()
-
-
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 8, 9, 17])
 def test_a_rank_is_passed_down_to_the_end_of_a_chain(length):
     steps = list(range(length))

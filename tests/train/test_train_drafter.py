@@ -187,22 +187,6 @@ def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(
     assert f"{directory} is finished: it has all 150 steps" in capsys.readouterr().out
 
 
-def test_a_resumed_training_of_a_block_drafter_draws_the_same_anchors(whole, configure, tmp_path):
-    knobs = {"drafter_training.kind": "dspark", "drafter_training.vocab": 9}
-    knobs["drafter_training.texts"] = Path(whole.run) / "drafter" / "answers"
-    one, other = (configure(tmp_path / name, knobs) for name in ("one", "other"))
-    assert drafter.train(one) == cli.DONE
-    shutil.copytree(one.run, other.run)
-    for saved in (3, 4):
-        shutil.rmtree(tmp_path / "other" / "drafter" / "checkpoints" / str(saved))
-    assert drafter.train(other) == cli.DONE
-    files = (Path(config.run) / "drafter" / "hf" / "model.safetensors" for config in (one, other))
-    ours, theirs = (file.read_bytes() for file in files)
-    assert ours == theirs
-    for name in ("drafter/loss", "drafter/acceptance@4"):
-        assert events(inside(one))[name] == events(inside(other))[name]
-
-
 def test_what_has_more_steps_than_requested_is_finished(whole, tmp_path, capsys):
     shutil.copytree(whole.run, tmp_path / "run")
     fewer = replace(whole.drafter_training, steps=STEPS - 1)
