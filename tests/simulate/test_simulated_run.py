@@ -152,7 +152,7 @@ def test_a_run_of_ngrams_alone_accepts_what_ngrams_do():
     config = replace(configuration(), speculation=Speculation(tuner="fixed", strategies=["3_1_4"]))
     (step,) = steps_of("ngram", world(steps=1, accepted=accepted), config)
     assert step.accept_length == pytest.approx(3.44, rel=0.08)
-    assert step.strategies.keys() == {"ngram"}
+    assert step.decoding_seconds.keys() == {"ngram"}
 
 
 def test_a_seed_repeats_to_the_bit():
@@ -174,8 +174,8 @@ def test_an_adaptive_run_learns_and_drafts_once_it_pays():
     found["idle"] = steps_of("adaptive", given, alone)
     last = {name: steps[-1] for name, steps in found.items()}
     assert last["adaptive"].seconds["rollout"] < 0.8 * last["plain"].seconds["rollout"]
-    assert last["adaptive"].strategies.keys() - {"off"}
-    assert last["plain"].strategies.keys() == {"off"}
+    assert last["adaptive"].decoding_seconds.keys() - {"off"}
+    assert last["plain"].decoding_seconds.keys() == {"off"}
     assert last["plain"].learned == 0 < min(last["idle"].learned, last["adaptive"].learned)
     assert not found["adaptive"][0].learned
     spent = {name: sum(step.seconds.get("drafter", 0) for step in steps) for name, steps in found.items()}  # fmt: skip

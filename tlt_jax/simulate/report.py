@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from tlt_jax.rollout.recorder import Span
 from tlt_jax.simulate.cost_table import ESTIMATE, CostTable
 
 COLUMNS = "step s", "rollout s", "update s", "bubble", "accept", "times plain"
+STEP = "seconds", "tokens", "bubble", "compiling", "accept_length", "learned", "decoding_seconds"
 PARTS = ("rollout", "update", "drafter", "publish", "reward", "save", "other")
 
 
@@ -22,8 +24,8 @@ PARTS = ("rollout", "update", "drafter", "publish", "reward", "save", "other")
 class Step:
     """Seconds of a step by part, and what its rollout was like. `bubble`: idle share of the groups' time in the rollout.
 
-    `strategies`: seconds of decoding by drafter. `error`: mean standard error of the log seconds of a round, over the
-    shapes that were decoded. `spans`: the timeline of the rollout.
+    `decoding_seconds`: by drafter, off: plain. `error`: mean standard error of the log seconds of a round, over the shapes
+    that were decoded. `spans`: the timeline of the rollout.
     """
 
     seconds: dict[str, float]
@@ -32,7 +34,7 @@ class Step:
     compiling: float
     accept_length: float
     learned: float
-    strategies: dict[str, float]
+    decoding_seconds: dict[str, float]
     error: float
     spans: list[Span] = field(default_factory=list, repr=False)
 
@@ -45,10 +47,6 @@ class Step:
 Results = Mapping[str, Sequence[Step]]  # the steps of each arm
 
 
-def mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if len(values) else 0.0
-
-
 def late(steps: Sequence[Step]) -> Sequence[Step]:
     """The second half of the steps."""
     return steps[len(steps) // 2 :]
@@ -57,22 +55,18 @@ def late(steps: Sequence[Step]) -> Sequence[Step]:
 def table(results: Results) -> str:
     """A line for each arm: the means over all steps, with compiling, and then over the second half."""
     lines = []
-    for title, chosen in (
-        ("all steps, with compiling", list),
-        ("the second half of the steps", late),
-    ):
-        lines.append(f"{title}:")
-        lines.append(f"  {'':<12}" + "".join(f"{name:>13}" for name in COLUMNS))
+    halves = {"all steps, with compiling": list, "the second half of the steps": late}
+    for title, chosen in halves.items():
+        lines += ["", f"{title}:", f"  {'':<12}" + "".join(f"{name:>13}" for name in COLUMNS)]
         rows = {name: summary(chosen(steps)) for name, steps in results.items()}
         for name, row in rows.items():
-            gain = f"{rows['plain']['step'] / row['step']:.2f}" if "plain" in rows else "-"
             cells = (
                 f"{row['step']:.2f}", f"{row['rollout']:.2f}", f"{row['update']:.2f}", f"{row['bubble']:.0%}",
-                f"{row['accept_length']:.2f}" if row["accept_length"] else "-", gain,
+                f"{row['accept_length']:.2f}" if row["accept_length"] else "-",
+                f"{rows['plain']['step'] / row['step']:.2f}" if "plain" in rows else "-",
             )  # fmt: skip
             lines.append(f"  {name:<12}" + "".join(f"{cell:>13}" for cell in cells))
-        lines.append("")
-    return "\n".join(lines[:-1])
+    return "\n".join(lines[1:])
 
 
 def by_groups(found: Mapping[int, Results]) -> str:
@@ -122,16 +116,13 @@ def drawing(path: Path | str) -> type:
 
 def summary(steps: Sequence[Step]) -> dict[str, float]:
     """Means over steps: seconds by part, bubble, seconds of waiting for compilations; accept length of those that drafted."""
-    drafted = [one.accept_length for one in steps if one.accept_length]
-    parts = {part: mean([one.seconds.get(part, 0.0) for one in steps]) for part in PARTS}
-    return parts | {
-        "step": mean([one.total for one in steps]),
-        "bubble": mean([one.bubble for one in steps]),
-        "compiling": mean([one.compiling for one in steps]),
-        "accept_length": mean(drafted),
-        "round_error": mean([one.error for one in steps]),
-        "tokens": mean([one.tokens for one in steps]),
-    }
+    rows = [{part: one.seconds.get(part, 0.0) for part in PARTS} for one in steps]
+    for row, one in zip(rows, steps, strict=True):
+        row |= {"step": one.total, "bubble": one.bubble, "compiling": one.compiling}
+        row |= {"accept_length": one.accept_length, "round_error": one.error, "tokens": one.tokens}
+    means = {name: [row[name] for row in rows] for name in rows[0]}
+    means["accept_length"] = [one for one in means["accept_length"] if one] or [0.0]
+    return {name: float(np.mean(values)) for name, values in means.items()}
 
 
 def as_json(found: Mapping[int, Results], facts: Mapping[str, Any]) -> str:
@@ -139,20 +130,14 @@ def as_json(found: Mapping[int, Results], facts: Mapping[str, Any]) -> str:
     runs = {
         groups: {
             name: {
-                "mean": summary(steps), "second_half": summary(late(steps)),
-                "steps": [
-                    {
-                        "seconds": dict(one.seconds), "tokens": one.tokens, "bubble": one.bubble,
-                        "compiling": one.compiling, "accept_length": one.accept_length,
-                        "learned": one.learned, "decoding_seconds": dict(one.strategies),
-                    }
-                    for one in steps
-                ],
+                "mean": summary(steps),
+                "second_half": summary(late(steps)),
+                "steps": [{key: vars(one)[key] for key in STEP} for one in steps],
             }
             for name, steps in results.items()
         }
         for groups, results in found.items()
-    }  # fmt: skip
+    }
     several = len(runs) > 1
     whole = {"values": runs} if several else {"arms": next(iter(runs.values()))}
     inputs = dict(facts) | ({} if several else {"groups": next(iter(runs))})
@@ -169,8 +154,11 @@ def explained(results: Results, costs: CostTable) -> str:
         text = ", ".join(f"{part} {seconds / whole:.0%}" for seconds, part in parts)
         idle = f"groups wait for the longest answers {found['bubble']:.0%} of the rollout"
         lines.append(f"  {name}: {text}; {idle}")
-        kinds = decoding_shares(late(steps)).items()
-        drafting = ", ".join(f"{kind} {share:.0%}" for kind, share in kinds)
+        kinds: Counter[str] = Counter()
+        for one in late(steps):
+            kinds.update(one.decoding_seconds)
+        all_kinds = kinds.total() or 1.0
+        drafting = ", ".join(f"{kind} {each / all_kinds:.0%}" for kind, each in kinds.most_common())
         error = f"rounds are off by about {found['round_error']:.0%} (one standard error)"
         lines.append(f"    decoding: {drafting}; {error}")
         lines += [f"    {line}" for line in changes(found)]
@@ -198,13 +186,3 @@ def changes(found: Mapping[str, float]) -> list[str]:
         for name, saved in ordered
         if saved > 0.001 * whole
     ]
-
-
-def decoding_shares(steps: Sequence[Step]) -> dict[str, float]:
-    """Shares of decoding seconds by drafter, off: plain."""
-    seconds: dict[str, float] = {}
-    for one in steps:
-        for kind, taken in one.strategies.items():
-            seconds[kind] = seconds.get(kind, 0.0) + taken
-    whole = sum(seconds.values()) or 1.0
-    return {kind: taken / whole for kind, taken in sorted(seconds.items(), key=lambda one: -one[1])}
