@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from statistics import median_high
 
@@ -21,6 +21,7 @@ from tlt_jax.config import load as loading
 from tlt_jax.config.schema import RESOLVED
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.metrics.run import Run, open_run
+from tlt_jax.simulate.record import by_step
 from tlt_jax.simulate.trees import Trees, drafts, quality_of
 from tlt_jax.spec_decode.strategy import LEARNED, NGRAM, PLAIN, Strategy, parse
 
@@ -30,6 +31,10 @@ LEAST_STEPS = 4  # steps with a measured acceptance from which a curve is fitted
 SCALES = np.geomspace(1e2, 1e9, 57)
 POWERS = (0.25, 0.5, 1.0, 2.0)
 LEAST, MOST = 0.001, 0.995  # probabilities
+TOKENS = (
+    "drafter/update_tokens",
+    "drafter/tokens",
+)  # metrics of what a drafter learned from in a step
 
 
 @dataclass(frozen=True)
@@ -173,12 +178,8 @@ def of_run(folder: Path) -> Acceptances:
         raise DataError(
             f"{folder} measured no drafter: give a run with --speculation.drafter ngram or adaptive that drafted"
         )
-    what = [
-        name
-        for name, found in (("n-grams", ngram), ("the learned drafter", curve))
-        if found is None
-    ]
-    rest = f"; {what[0]} as in the preset" if what else ""
+    what = "n-grams" if ngram is None else "the learned drafter" if curve is None else ""
+    rest = f"; {what} as in the preset" if what else ""
     return Acceptances(
         ngram or NEW.ngram, curve or NEW.learned, source=f"measured in {folder}{rest}"
     )
@@ -223,8 +224,7 @@ def of_learned(run: Run, chunks: Mapping[int, Sequence[Sequence[float]]]) -> Cur
         levels, weights = trained, dict.fromkeys(trained, 1.0)
     if not levels:
         return None
-    metrics, learned, so_far = run.metrics, {}, 0.0
-    added = [by_step(metrics[name]) for name in ("drafter/update_tokens", "drafter/tokens") if name in metrics]  # fmt: skip
+    added, learned, so_far = [by_step(run, name) for name in TOKENS], {}, 0.0
     for step in range(1, max(levels) + 1):
         learned[step] = so_far  # measured before the step's own update
         so_far += sum(one.get(step, 0.0) for one in added)
@@ -240,9 +240,9 @@ def of_learned(run: Run, chunks: Mapping[int, Sequence[Sequence[float]]]) -> Cur
 
 def levels_of_metrics(run: Run) -> dict[int, tuple[float, ...]]:
     """Acceptance by depth of the steps whose metrics have it."""
-    metrics, depths = run.metrics, []
-    while (name := f"drafter/acceptance@{len(depths) + 1}") in metrics:
-        depths.append(by_step(metrics[name]))
+    depths: list[dict[int, float]] = []
+    while found := by_step(run, f"drafter/acceptance@{len(depths) + 1}"):
+        depths.append(found)
     measured = sorted(depths[0]) if depths else []
     return {
         step: tuple(one[step] for one in depths)
@@ -251,27 +251,18 @@ def levels_of_metrics(run: Run) -> dict[int, tuple[float, ...]]:
     }
 
 
-def by_step(series: Sequence) -> dict[int, float]:
-    """A metric by step."""
-    steps, values = series
-    return dict(zip(steps.tolist(), values.tolist(), strict=True))
-
-
 def fit(tokens: np.ndarray, levels_SD: np.ndarray, weight_S: np.ndarray) -> Curve:
     """The curve with the least weighted squares from levels [S, D] measured after `tokens`[S]: one scale and power for all."""
-    best: tuple[float, Mapping] = (np.inf, {})
-    root_S1 = np.sqrt(weight_S)[:, None]
-    for power in POWERS:
-        for scale in SCALES:
-            missing_S = (1 + tokens / scale) ** -power
-            terms_S2 = np.stack([1 - missing_S, missing_S], axis=1)  # of best, and of start
-            ends_2D = np.linalg.lstsq(root_S1 * terms_S2, root_S1 * levels_SD, rcond=None)[0]
-            ends_2D = np.clip(ends_2D, LEAST, MOST)
-            error = float((weight_S @ (terms_S2 @ ends_2D - levels_SD) ** 2).sum())
-            if error < best[0]:
-                ends = {"best": tuple(ends_2D[0].tolist()), "start": tuple(ends_2D[1].tolist())}
-                best = error, ends | {"scale": float(scale), "power": power}
-    return Curve(**best[1])
+    root_S1, tried = np.sqrt(weight_S)[:, None], []
+    for power, scale in product(POWERS, SCALES.tolist()):
+        missing_S = (1 + tokens / scale) ** -power
+        terms_S2 = np.stack([1 - missing_S, missing_S], axis=1)  # of best, and of start
+        ends_2D = np.linalg.lstsq(root_S1 * terms_S2, root_S1 * levels_SD, rcond=None)[0]
+        ends_2D = np.clip(ends_2D, LEAST, MOST)
+        error = float((weight_S @ (terms_S2 @ ends_2D - levels_SD) ** 2).sum())
+        best, start = map(tuple, ends_2D.tolist())
+        tried.append((error, Curve(start, best, scale, power)))
+    return min(tried, key=lambda one: one[0])[1]
 
 
 def clipped(levels: Sequence[float]) -> list[float]:

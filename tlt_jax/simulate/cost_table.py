@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -118,11 +118,7 @@ class CostTable:
     one_pass: cost_model.OnePass | None = None
 
     def of(self, program: str) -> list[Row]:
-        """The rows of a program. Raises DataError for a program that no table knows."""
-        if program not in PROGRAMS:
-            raise DataError(
-                f"no cost table has a program {program!r}: use one of {known(PROGRAMS)}"
-            )
+        """The rows of a program."""
         return [row for row in self.rows if row.program == program]
 
     @cached_property
@@ -238,11 +234,6 @@ def normal(strategy: Strategy, drafter: str = "") -> Strategy:
     return Strategy(strategy.depth, strategy.topk, strategy.nodes, NGRAM if is_ngram else LEARNED)
 
 
-def known(names: Iterable[str]) -> str:
-    """The names, as text."""
-    return ", ".join(names)
-
-
 def read(path: Path, drafter: str = "") -> CostTable:
     """The table in a file; of rounds that draft only those of this kind of `drafter` ("": any), and of n-grams.
 
@@ -258,7 +249,7 @@ def read(path: Path, drafter: str = "") -> CostTable:
     unknown = [one for one in found.fieldnames or () if one not in COLUMNS]
     if unknown or not found.fieldnames:
         what = f"unknown column {unknown[0]!r}" if unknown else "no head"
-        raise DataError(f"{path}: {what}: the columns are {known(COLUMNS)}")
+        raise DataError(f"{path}: {what}: the columns are {', '.join(COLUMNS)}")
     rows = [parse_row(path, number, entry) for number, entry in enumerate(found, 1)]
     kept = [row for row in rows if not drafter or row.drafter in ("", NGRAM, drafter)]
     pairs = [line[1:].split(":", 1) for line in head if ":" in line]
@@ -284,19 +275,21 @@ def read(path: Path, drafter: str = "") -> CostTable:
 def parse_row(path: Path, number: int, entry: Mapping[str, str | None]) -> Row:
     """A row from its texts. Raises DataError."""
     where = f"{path}, row {number}"
-    program = entry.get("program") or ""
-    if program not in PROGRAMS:
-        raise DataError(f"{where}: unknown program {program!r}: use one of {known(PROGRAMS)}")
+    program, source, drafter = (entry.get(one) or "" for one in ("program", "source", "drafter"))
+    kinds = {
+        "program": (program, PROGRAMS),
+        "source": (source, ("", *SOURCES)),
+        "drafter": (drafter, ("", *DRAFTERS)),
+    }
+    for kind, (given, names) in kinds.items():
+        if given not in names:
+            use = ", ".join(filter(None, names))
+            raise DataError(f"{where}: unknown {kind} {given!r}: use one of {use}")
     if None in entry:
         raise DataError(f"{where}: more values than columns: quote a note with commas")
     for column in (*PROGRAMS[program], "seconds", "source"):
         if not entry.get(column):
             raise DataError(f"{where}: {program} without {column}: give it")
-    source, drafter = entry["source"], entry.get("drafter") or ""
-    if source not in SOURCES:
-        raise DataError(f"{where}: unknown source {source!r}: use one of {known(SOURCES)}")
-    if drafter and drafter not in DRAFTERS:
-        raise DataError(f"{where}: unknown drafter {drafter!r}: use one of {known(DRAFTERS)}")
     columns = ("rows", "slots", "held", "tokens", "seconds")
     number_of = {one: positive(where, one, entry.get(one)) for one in columns}
     try:

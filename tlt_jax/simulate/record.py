@@ -6,9 +6,9 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,16 +19,7 @@ from tlt_jax.data import packing
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.metrics import timeline
 from tlt_jax.metrics.run import Run, open_run
-from tlt_jax.simulate.cost_table import (
-    CAPTURED,
-    CPU,
-    DRAFTERS,
-    FEATURES,
-    MEASURED,
-    Row,
-    known,
-    normal,
-)
+from tlt_jax.simulate.cost_table import CAPTURED, CPU, DRAFTERS, FEATURES, MEASURED, Row, normal
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, PLAIN, Strategy
 
@@ -43,31 +34,31 @@ CALLS = {
 }  # fmt: skip
 
 
-class Cell(NamedTuple):
-    """What the seconds of a round depend on."""
-
-    rows: int
-    slots: int
-    strategy: Strategy
-
-
 def of_runs(folders: Sequence[Path]) -> tuple[list[Row], dict[str, str]]:
     """The rows of runs of the same policy and devices, and the facts of the table's head.
 
     Raises ConfigError for a run without steps, runs on different devices, and when no run kept plain chunks.
     """
-    opened = [open_run(folder) for folder in folders]
+    opened, names = [open_run(folder) for folder in folders], ", ".join(map(str, folders))
     configs = [loading.read_resolved(folder / RESOLVED) for folder in folders]
     devices = {(bool(one.mesh.fake_devices), one.mesh.model) for one in configs}
     if len(devices) > 1:
         raise ConfigError(
-            f"{known(map(str, folders))}: their data groups have different devices (mesh.model, mesh.fake_devices): record "
+            f"{names}: their data groups have different devices (mesh.model, mesh.fake_devices): record "
             "them apart"
         )
-    rows = [row for each in zip(opened, configs, strict=True) for row in of_run(*each)]
+    rows = [
+        row
+        for run, config in zip(opened, configs, strict=True)
+        for rows in (
+            rounds(run.folder, config), calls(run, config), hosts(run, run.folder),
+            micro_steps(run, run.folder), compilations(run.folder),
+        )
+        for row in rows
+    ]  # fmt: skip
     if not any(row.program == "round" and row.strategy == PLAIN for row in rows):
         raise ConfigError(
-            f"{known(map(str, folders))}: no plain chunks were kept to measure: record a run with --speculation.drafter ngram "
+            f"{names}: no plain chunks were kept to measure: record a run with --speculation.drafter ngram "
             "or adaptive, and a tuner that is not fixed"
         )
     config = configs[0]
@@ -76,18 +67,9 @@ def of_runs(folders: Sequence[Path]) -> tuple[list[Row], dict[str, str]]:
         facts |= {FEATURES: CAPTURED}
     return rows, facts | {
         "policy": config.model.path or "a new one", "devices": str(config.mesh.model),
-        "measured": known(f"{run.folder.name}, {run.steps} steps" for run in opened),
+        "measured": ", ".join(f"{run.folder.name}, {run.steps} steps" for run in opened),
         "made by": "python -m tlt_jax.simulate --record",
     }  # fmt: skip
-
-
-def of_run(run: Run, config: Config) -> Iterator[Row]:
-    """The rows of one run."""
-    yield from rounds(run.folder, config)
-    yield from calls(run, config)
-    yield from hosts(run, run.folder)
-    yield from micro_steps(run, run.folder)
-    yield from compilations(run.folder)
 
 
 def captures_features(folder: Path, config: Config) -> bool:
@@ -104,20 +86,18 @@ def captures_features(folder: Path, config: Config) -> bool:
 
 def rounds(folder: Path, config: Config) -> Iterator[Row]:
     """The median seconds of a round of every shape and strategy, of chunks that were timed."""
-    found: dict[Cell, list[float]] = defaultdict(list)
+    found: dict[tuple[int, int, Strategy], list[float]] = defaultdict(list)
     for path in sorted(folder.glob("speculation/*.jsonl")):
         for number, line in enumerate(atomic.lines(path), 1):
             one = chunk(path, number, line)
             if one["is_timed"] and one["rounds"] >= LEAST_ROUNDS:
-                cell = Cell(one["batch"], one["slots"], strategies.parse(one["strategy"]))
+                cell = one["batch"], one["slots"], strategies.parse(one["strategy"])
                 found[cell].append(one["seconds"] / one["rounds"])
-    for cell in sorted(found, key=lambda one: (one.rows, one.slots, strategies.name(one.strategy))):
-        seconds, note = found[cell], f"median of {len(found[cell])} chunks"
-        bare = Strategy(cell.strategy.depth, cell.strategy.topk, cell.strategy.nodes)
-        drafter = drafter_of(cell.strategy, config)
-        yield Row(
-            "round", float(np.median(seconds)), MEASURED, cell.rows, cell.slots, 0.0, bare, drafter, note=note
-        )  # fmt: skip
+    for cell in sorted(found, key=lambda one: (*one[:2], strategies.name(one[2]))):
+        rows, slots, strategy = cell
+        seconds, note = float(np.median(found[cell])), f"median of {len(found[cell])} chunks"
+        drafter, bare = drafter_of(strategy, config), replace(strategy, drafter="")
+        yield Row("round", seconds, MEASURED, rows, slots, 0.0, bare, drafter, note=note)
 
 
 def chunk(path: Path, number: int, line: bytes) -> Mapping:
@@ -267,7 +247,7 @@ def compilations(folder: Path) -> Iterator[Row]:
             firsts.setdefault((strategies.parse(strategy), sizes), (how, float(seconds)))
     found: dict[Strategy, list[tuple[str, float]]] = defaultdict(list)
     for (strategy, _), first in firsts.items():
-        found[Strategy(strategy.depth, strategy.topk, strategy.nodes)].append(first)
+        found[replace(strategy, drafter="")].append(first)
     for strategy, each in found.items():
         hows = Counter(how for how, _ in each)
         note = ", ".join(f"{how} {count}" for how, count in sorted(hows.items()))
