@@ -249,8 +249,8 @@ def test_the_names_are_unique():
 
 
 def test_the_idle_share_is_exact():
-    assert idle_share(SPANS, 2) == pytest.approx(2 / 8)
-    assert idle_share([], 2) == 0
+    assert idle_share(SPANS, 2, {}) == pytest.approx(2 / 8)
+    assert idle_share([], 2, {}) == 0
 
 
 def test_groups_are_ordered_by_the_end_of_their_decoding():
@@ -276,7 +276,7 @@ class Looked(SimpleNamespace):
 def test_the_seconds_of_a_thousand_groups_take_one_pass_over_their_spans():
     spans = [Looked(group=i % 1000, kind="decode", start=0.0, end=1.0) for i in range(20_000)]
     assert group_seconds(spans, {}, 1000, (0.0, 2.0)) == [(1.0, 0.0, 1.0)] * 1000
-    assert idle_share(spans, 1000) == 0.0
+    assert idle_share(spans, 1000, {}) == 0.0
     assert Looked.looks <= 2 * len(spans)
 
 
@@ -325,5 +325,6 @@ def test_a_group_is_busy_or_waits_for_the_compiler_or_is_idle():
         assert found.busy == 0.25 * sum(
             work and not wait for work, wait in zip(works, waited, strict=True)
         )
-    assert idle_share(SPANS, 2) > idle_share(SPANS, 2, dict.fromkeys((0, 1), [(12.0, 14.0)])) == 0
+    waits = dict.fromkeys((0, 1), [(12.0, 14.0)])
+    assert idle_share(SPANS, 2, {}) > idle_share(SPANS, 2, waits) == 0
     assert group_seconds([], {}, 1, (0.0, 4.0)) == [(0, 0, 4)]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import scenarios
 import toys
+from pairwise import marked
 from scenarios import Scenario, ScenarioPrograms, in_scenario
 
 from tlt_jax.config.schema import Speculation
@@ -158,14 +159,16 @@ def certain(strategy):
     return Trees(levels, 0 * levels, np.ones((1, strategy.nodes - 1)))
 
 
-@pytest.mark.parametrize("strategy", [PLAIN, toys.TREE])
-def test_decisions_and_counts_equal_those_of_real_programs_with_the_same_answers(strategy, x64):
+@pytest.mark.parametrize(
+    ("strategy", "batches", "slots"), [(PLAIN, (1, 5), (32, 64)), (toys.TREE, (5,), (64,))]
+)
+def test_decisions_and_counts_equal_those_of_real_programs_with_the_same_answers(
+    strategy, batches, slots, x64
+):
     table, shape = toys.table(V, scale=1.0), {"capacity": 5, "rounds": 3, "in_flight": 1}
     drafter = toys.no_drafter if strategy == PLAIN else toys.table_drafter()
-    rules, buckets = (
-        DecodingParams(Sampling(1.0), eos_ids=(0,)),
-        {"batches": (1, 5), "slots": (32, 64)},
-    )
+    rules = DecodingParams(Sampling(1.0), eos_ids=(0,))
+    buckets = {"batches": batches, "slots": slots}
     given = {"strategy": strategy, **shape, **buckets}
     contexts = toys.contexts(toys.executables(1, V, drafter), table, PROMPTS, 3, rules, **given)
     real = driver.run(driver.LocalGroups(contexts))
@@ -325,12 +328,11 @@ def seconds(results):
 
 @pytest.mark.parametrize(
     ("round_cost", "node", "quality", "share", "gain"),
-    [
-        (scenarios.gpu, 1 / 200, 0.8, 0.93, 2.0),
-        (scenarios.gpu, 1 / 200, 0.5, 0.93, 1.5),
-        (scenarios.cpu, 1 / 10, 0.8, 0.95, 1.02),
-    ],
-)
+    marked([
+        ((scenarios.gpu, 1 / 200, 0.8, 0.93, 2.0), False), ((scenarios.gpu, 1 / 200, 0.5, 0.93, 1.5), True),
+        ((scenarios.cpu, 1 / 10, 0.8, 0.95, 1.02), True),
+    ]),
+)  # fmt: skip
 def test_the_goodput_tuner_shortens_long_tails_and_comes_close_to_the_oracle(
     round_cost, node, quality, share, gain
 ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +15,6 @@ MOST_GROUPS = 16  # with more data groups metrics are summed up over them
 
 Interval = tuple[float, float]  # start and end
 Waits = Mapping[int, Sequence[Interval]]  # by data group
-NO_WAITS: Waits = MappingProxyType({})
 
 
 class Span(Protocol):
@@ -96,7 +94,7 @@ def group_seconds(
     return found
 
 
-def idle_share(spans: Sequence[Span], groups: int, waits: Waits = NO_WAITS) -> float:
+def idle_share(spans: Sequence[Span], groups: int, waits: Waits) -> float:
     """Share of the groups' time during which a group has no span other than "wait".
 
     Measured from the first start to the last end. A group is not idle while its host waits for a

@@ -28,11 +28,8 @@ from tlt_jax.simulate.run import ARMS, World
 SHIPPED = Path(__file__).parent / "costs"
 BASE = "h200_qwen2.5_7b"  # the measured table that estimates are scaled by
 STEPS = 20  # when the configuration counts epochs
-COLLECTED = (
-    100_000,
-    20,
-    50,
-)  # gc.set_threshold: a simulation makes many small objects, and few circles of them
+# gc.set_threshold: a simulation makes many small objects, and few circles of them.
+COLLECTED = 100_000, 20, 50
 
 
 def arguments_of(words: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -57,12 +54,10 @@ def arguments_of(words: Sequence[str] | None = None) -> tuple[argparse.Namespace
         "timeline": ("FILE", "writes the last rollout of the last arm as a trace for ui.perfetto.dev"),
         "plot": ("FILE", "writes a picture of several --groups: seconds of a step and gain over plain"),
     }  # fmt: skip
-    usual = {"costs": BASE, "arms": ",".join(ARMS)}
+    usual, add = {"costs": BASE, "arms": ",".join(ARMS)}, parser.add_argument
     for name, (metavar, text) in options.items():
-        parser.add_argument(f"--{name}", metavar=metavar, default=usual.get(name, ""), help=text)
-    add = parser.add_argument
-    add("--steps", metavar="N", type=int, default=0,
-        help=f"RL steps; default: train.steps, or {STEPS}")  # fmt: skip
+        add(f"--{name}", metavar=metavar, default=usual.get(name, ""), help=text)
+    add("--steps", metavar="N", type=int, default=0, help=f"RL steps; default: train.steps, or {STEPS}")  # fmt: skip
     add("--explain", action="store_true", help="where the seconds go, and what would change most")
     add("--warm", action="store_true", help="every program is in the compile cache: nothing compiles")  # fmt: skip
     add("--record", metavar="RUN", nargs="+", help="writes the cost table of real runs, of one policy and the same devices, to "
@@ -85,11 +80,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def recorded(given: argparse.Namespace, knobs: Sequence[str]) -> int:
     """Writes the cost table of runs. Raises ConfigError for what it does not read: anything but the runs and --costs."""
     usual, path = vars(arguments_of([])[0]), Path(given.costs)
-    others = [
-        f"--{name}"
-        for name, value in vars(given).items()
-        if name not in ("record", "costs") and value != usual[name]
-    ]
+    read = {"record": given.record, "costs": given.costs}
+    others = [f"--{name}" for name, value in vars(given).items() if value != (usual | read)[name]]
     if others or knobs:
         raise ConfigError(
             f"--record {given.record[0]} reads run folders alone: leave out {[*others, *knobs][0]}, only --costs goes with it"
@@ -118,17 +110,18 @@ def simulated(given: argparse.Namespace, knobs: Sequence[str]) -> int:
     taken = every([(config, name, replace(world, groups=groups)) for groups, name in jobs])
     steps = dict(zip(jobs, taken, strict=True))
     found = {groups: {name: steps[groups, name] for name in names} for groups in numbers}
-    print(report.table(found[numbers[0]]) if len(numbers) == 1 else report.by_groups(found))
+    several = len(numbers) > 1
+    print(report.by_groups(found) if several else report.table(found[numbers[0]]))
     for groups, results in found.items() if given.explain else ():
-        title = f"groups {groups}: " if len(numbers) > 1 else ""
+        title = f"groups {groups}: " if several else ""
         print(f"\n{title}{report.explained(results, world.table)}")
     if given.json:
         facts = {"costs": given.costs, "steps": world.steps}
         atomic.write_text(Path(given.json), report.as_json(found, facts))
     if given.timeline:
-        spans = steps[jobs[-1]][-1].spans
-        Path(given.timeline).parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(Path(given.timeline), json.dumps(timeline.trace(spans)))
+        path, spans = Path(given.timeline), steps[jobs[-1]][-1].spans
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(path, json.dumps(timeline.trace(spans)))
     if given.plot:
         report.draw(Path(given.plot), found)
     return 0
