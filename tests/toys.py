@@ -310,12 +310,12 @@ def placed(
 
 def contexts(
     programs: Executables, table: np.ndarray, prompts: list[list[int]], samples: int, params: DecodingParams, *,
-    max_new_tokens=24, capacity=8, batches=(8,), slots=(64,), rounds=4, in_flight=2, strategy=PLAIN, decide=None, seed=0,
+    max_new_tokens=24, capacity=8, batches=(8,), slots=(64,), rounds=4, in_flight=2, strategy=PLAIN, decide=None,
     guess=None, planner=None,
 ) -> list[GroupContext]:  # fmt: skip
     """The fixed side of every group for a rollout of the table target; the drafter's table is `guess`, or the target's."""
     tokens = tuple(np.asarray(prompt, np.int32) for prompt in prompts)
-    keys = sequence_keys(seed, 0, 0, np.arange(len(prompts) * samples))
+    keys = sequence_keys(0, 0, 0, np.arange(len(prompts) * samples))
     limits = (max_new_tokens,) * len(tokens)
     request = RolloutRequest(tokens, samples, limits, keys, params, rounds, in_flight, capacity)
     queue = WorkQueue(LocalBoard(), "test", len(prompts), samples)

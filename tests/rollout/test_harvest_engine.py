@@ -163,7 +163,9 @@ def texts_of(kind: str, captures_states: bool) -> dict[str, str]:
     return {str(program): engine.programs.lower(program).as_text() for program in programs}
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "none"])
+@pytest.mark.parametrize(
+    "kind", ["eagle", "eagle3", pytest.param("none", marks=pytest.mark.matrix)]
+)
 def test_only_an_engine_that_captures_states_has_them_in_its_programs(x64, kind):
     """For EAGLE-1 the programs do not change: its features are the states."""
     off, on = texts_of(kind, False), texts_of(kind, True)

@@ -12,7 +12,6 @@ import test_tuner as tuners
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, PLAIN, Strategy, name, parse
-from tlt_jax.train import run_state
 from tlt_jax.tuner import acceptance, cost_model, goodput, make
 from tlt_jax.tuner.interface import Cell
 
@@ -229,17 +228,6 @@ def test_largest_batches_include_only_trained_drafters():
         arm: max(batch for batch in batches if batch * arm.nodes <= goodput.MOST_NODES)
         for arm in ARMS
     }
-
-
-def test_the_state_of_an_older_version_is_reset():
-    tuner, basis = make_tuner(), {"version": goodput.VERSION}
-    state = tuner.update_prior(tuner.init(), {LEARNED: LEVELS})
-    older = {key: value for key, value in state.items() if key != "estimates"}
-    for saved in ({"basis": {"version": goodput.VERSION - 1}, "state": state},
-                  {"basis": basis, "state": older}):  # fmt: skip
-        assert run_state.resumed_tuner(saved, tuner, basis) == tuner.init()
-    kept = json.loads(json.dumps({"basis": basis, "state": state}))
-    assert run_state.resumed_tuner(kept, tuner, basis) == state
 
 
 # Costs

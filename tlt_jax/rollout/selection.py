@@ -196,7 +196,9 @@ class Selecting:
         if not self.is_alone and now - self.polled_at >= POLL_S:
             self.polled_at = now
             self.read_parts() if self.process == 0 else self.read_choice()
-        self.count_wait(now, is_decoding)
+        if not math.isnan(self.waits_since):
+            self.waited += now - self.waits_since
+        self.waits_since = now if self.unscored and not is_decoding else math.nan
         return (self.bound, self.cap, self.choice) != before
 
     def complete(self, new: Mapping[int, float]) -> dict[int, dict[int, float]]:
@@ -244,9 +246,3 @@ class Selecting:
             self.written = text
             self.bound, self.cap, choice = json.loads(text)
             self.choice = choice and KeptPrompts(tuple(choice[0]), *choice[1:])
-
-    def count_wait(self, now: float, is_decoding: bool) -> None:
-        """Adds the time since the last poll when only scores were awaited then."""
-        if not math.isnan(self.waits_since):
-            self.waited += now - self.waits_since
-        self.waits_since = now if self.unscored and not is_decoding else math.nan

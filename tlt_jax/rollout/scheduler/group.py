@@ -180,7 +180,10 @@ def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
 
     sources = prefill_sources(request, state, starts)
     live = [running for running in state.rows if running]
-    new = [begin(request, prompt, sample) for prompt, sample in starts]
+    new = []
+    for prompt, sample in starts:
+        uid, length = prompt * request.samples + sample, len(request.prompts[prompt])
+        new.append(Running(uid, length, length + request.max_new_tokens[prompt]))
     most = sum(flight.most for flight in state.flights)
     view = GroupView(
         context.index,
@@ -217,14 +220,6 @@ def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
         for source in sources
     )
     return state.replace(rows=tuple(rows), joining=joining), [Decided(decision)]
-
-
-def begin(request: RolloutRequest, prompt: int, sample: int) -> Running:
-    """A new sequence: it has only its prompt."""
-    length = len(request.prompts[prompt])
-    return Running(
-        prompt * request.samples + sample, length, length + request.max_new_tokens[prompt]
-    )
 
 
 def take(context: GroupContext, state: GroupState) -> tuple[GroupState, list[tuple[int, int]]]:
