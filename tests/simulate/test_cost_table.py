@@ -190,15 +190,6 @@ def test_the_factor_of_an_estimate_is_that_of_the_measured_table_and_carries_ove
 # Attention that was measured apart
 
 
-def test_attention_is_recovered_from_cases_that_follow_a_round_law():
-    """0.2 ms, 5 ns a token and 1 ns a token and node."""
-    cases = [(rows, nodes, 2048.0) for rows in (1, 8, 64) for nodes in (1, 8, 48)]
-    seconds = [2e-4 + rows * held * (5e-9 + 1e-9 * nodes) for rows, nodes, held in cases]
-    found = cost_table.fit_attention(*zip(*cases, strict=True), seconds)
-    assert found == pytest.approx((5e-9, 1e-9), rel=0.15)
-    assert found.slope(4, 16) == pytest.approx(4 * (found.token + 16 * found.node))
-
-
 def round_law(batch, strategy, held):
     """Seconds of a made-up round, whose attention grows with rows, tokens and nodes."""
     read = batch * held * (5e-9 + 2e-9 * strategy.nodes)

@@ -117,6 +117,14 @@ def test_costs_of_a_device_are_estimated_for_the_policy_of_the_configuration(con
     assert "of h200's rounds" in capsys.readouterr().out
 
 
+def test_a_policy_whose_path_names_an_unset_variable_is_simulated_by_a_table(config, tmp_path):
+    text = SMALL.replace("model: {init: {", "model: {path: $NOT_SET_HERE/x, init: {").replace(
+        "vocab_size: 512,", ""
+    )
+    (tmp_path / "small.yaml").write_text(text)
+    assert command.main(["--config", config, "--arms", "plain", "--steps", "1"]) == 0
+
+
 def step(total, rollout, bubble):
     parts = {"rollout": rollout, "update": total - rollout}
     return Step(parts, 10, bubble, 0.0, 0.0, 0.0, {"off": rollout}, 0.1)

@@ -21,6 +21,7 @@ from tlt_jax import atomic, cli
 from tlt_jax.config import Config, load as loading
 from tlt_jax.errors import ConfigError, UserError
 from tlt_jax.metrics import timeline
+from tlt_jax.models import from_config
 from tlt_jax.simulate import acceptance, cost_table, estimate, lengths, record, report, run
 from tlt_jax.simulate.cost_table import CostTable
 from tlt_jax.simulate.run import ARMS, World
@@ -180,7 +181,7 @@ def costs_of(text: str, config: Config) -> CostTable:
         raise ConfigError(
             f"--costs {text} needs the policy's sizes: set model.path to a local directory, or model.init with vocab_size"
         )
-    drafter = run.drafter_of(config, model) if model else None
+    drafter = from_config.new_drafter_config(config, model) if model else None
     base = cost_table.read(SHIPPED / f"{BASE}.csv")
     return estimate.table(text, config.mesh.model, model, drafter, base)
 

@@ -92,19 +92,6 @@ class Attention(NamedTuple):
         return batch * (self.token + self.node * nodes)
 
 
-def fit_attention(
-    rows: Sequence[int], nodes: Sequence[int], held: Sequence[float], seconds: Sequence[float]
-) -> Attention:
-    """The attention that was measured in C cases; what does not grow with the tokens (launches) belongs to the round's rest."""
-    rows_C, nodes_C, held_C, seconds_C = (np.array(one, float) for one in (rows, nodes, held, seconds))  # fmt: skip
-    read_C = rows_C * held_C
-    terms_CF = np.stack([np.ones_like(read_C), read_C, read_C * nodes_C], axis=1)
-    units = np.array([LAUNCH * read_C.mean(), 1.0, NODE])
-    noise_C = np.full(len(seconds_C), cost_model.WARM_NOISE)
-    _, token, node = cost_model.fit(terms_CF, seconds_C, noise_C, units)
-    return Attention(float(token), float(node))
-
-
 @dataclass(frozen=True, eq=False)
 class CostTable:
     """The rows of a table, and `facts` of its head (such as device and policy). `node`: prior cost of a node, in rounds.
@@ -128,12 +115,20 @@ class CostTable:
 
     @cached_property
     def attention(self) -> Attention | None:
-        """What attention takes of a round; None where it was not measured apart."""
+        """What attention takes of a round; None where it was not measured apart.
+
+        What does not grow with the tokens (launches) belongs to the rest of the round.
+        """
         rows = self.of("attention")
         if not rows:
             return None
-        cases = [(row.rows, row.strategy.nodes, row.held, row.seconds) for row in rows]
-        return fit_attention(*zip(*cases, strict=True))
+        cases = [(row.rows * row.held, row.strategy.nodes, row.seconds) for row in rows]
+        read_C, nodes_C, seconds_C = np.array(cases, float).T
+        terms_CF = np.stack([np.ones_like(read_C), read_C, read_C * nodes_C], axis=1)
+        units = np.array([LAUNCH * read_C.mean(), 1.0, NODE])
+        noise_C = np.full(len(rows), cost_model.WARM_NOISE)
+        _, token, node = cost_model.fit(terms_CF, seconds_C, noise_C, units)
+        return Attention(float(token), float(node))
 
     @cached_property
     def cells(self) -> dict[str, dict]:

@@ -77,19 +77,23 @@ def decode_chunk(
     at = np.flatnonzero(rows.live)
     if len(at) < max(min_live, 1):
         return rows, no_rounds(program.strategy, len(rows.live))
-    left, most = (rows.ends - rows.tokens)[at], min(most, program.rounds)
-    trees = None if program.strategy == PLAIN else acceptance(program.strategy)
-    first = first_rounds(trees, rows.keys[at], rows.rounds[at]) if trees else None
-    last = rounds_for(trees, first, left) if trees else left
-    rounds = rounds_until(last, min_live, most)
+    left = last = (rows.ends - rows.tokens)[at]
+    trees = first = None
+    if program.strategy != PLAIN:
+        trees = acceptance(program.strategy)
+        starts = hashed(*rows.keys[at].T) % np.uint64(len(trees.accepted))
+        first = (starts.astype(int) + rows.rounds[at]) % len(trees.accepted)
+        last = rounds_for(trees, first, left)
+    ends = len(at) - max(min_live, 1)  # once so many rows have ended, too few are left
+    rounds = min(most, program.rounds, int(np.partition(last, ends)[ends]))
     lasted, is_over = np.minimum(last, rounds), last <= rounds
 
-    gained = gained_in(trees, first, lasted) if trees else lasted
-    counts, row_rounds, live = (
-        np.zeros_like(rows.tokens),
-        np.zeros_like(rows.tokens),
-        rows.live.copy(),
-    )
+    gained = lasted
+    if trees:
+        times, place = np.divmod(first + lasted, len(trees.accepted))
+        gained = times * trees.emitted[-1] + trees.emitted[place] - trees.emitted[first]
+    counts, row_rounds = np.zeros((2, *rows.tokens.shape), rows.tokens.dtype)
+    live = rows.live.copy()
     counts[at], row_rounds[at], live[at] = np.minimum(gained, left), lasted, ~is_over
     tokens = rows.tokens + counts
     longest = tokens[rows.live].max(initial=0)
@@ -129,30 +133,12 @@ def held(before: Rows, after: Rows, rounds: int) -> float:
     return float(tokens.sum()) / (2 * max(rounds, 1) * len(lasted))
 
 
-def rounds_until(last: np.ndarray, min_live: int, most: int) -> int:
-    """Rounds of a chunk that ends after `most` of them, or once fewer than `min_live` rows, of `last` rounds each, are left."""
-    ends = len(last) - max(min_live, 1)
-    return min(most, int(np.partition(last, ends)[ends])) if ends >= 0 else 0
-
-
-def first_rounds(trees: Trees, keys: np.ndarray, done: np.ndarray) -> np.ndarray:
-    """The next of the S rounds of rows with these keys[L, 2] that have done `done`[L] rounds."""
-    starts = hashed(*keys.T) % np.uint64(len(trees.accepted))
-    return (starts.astype(int) + done) % len(trees.accepted)
-
-
 def rounds_for(trees: Trees, first: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """The fewest rounds [L], from the rounds `first`[L] on, that emit these `tokens`[L] or more."""
     whole, needed = trees.emitted[-1], trees.emitted[first] + tokens
     times = (needed - 1) // whole
     place = np.searchsorted(trees.emitted, needed - times * whole)
     return times * len(trees.accepted) + place - first
-
-
-def gained_in(trees: Trees, first: np.ndarray, rounds: np.ndarray) -> np.ndarray:
-    """Tokens [L] that so many rounds[L], from the rounds `first`[L] on, emit when no answer ends."""
-    times, place = np.divmod(first + rounds, len(trees.accepted))
-    return times * trees.emitted[-1] + trees.emitted[place] - trees.emitted[first]
 
 
 def taken(trees: Trees, first: np.ndarray, rounds: np.ndarray) -> np.ndarray:

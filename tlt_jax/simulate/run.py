@@ -15,7 +15,7 @@ from tlt_jax.data import packing
 from tlt_jax.distributed.board import Ending
 from tlt_jax.distributed.job import Job
 from tlt_jax.drafter.investment import Investment
-from tlt_jax.errors import ConfigError
+from tlt_jax.errors import DataError
 from tlt_jax.models import from_config, hf_config
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.drafter import DrafterConfig
@@ -92,15 +92,9 @@ def model_of(config: Config) -> ModelConfig | None:
         return hf_config.new_config(config.model.init, config.model.init["vocab_size"], ())
     try:
         is_here = Path(parse.expand(config.model.path, "model.path") or "-").is_dir()
-    except ConfigError:  # names a variable that is not set
+    except DataError:  # names a variable that is not set
         return None
     return from_config.model_config(config, None) if is_here else None
-
-
-def drafter_of(config: Config, model: ModelConfig | None) -> DrafterConfig:
-    """The drafter of `drafter_training` for this policy, or for one that stands for it."""
-    model = model or hf_config.new_config(STAND_IN, 512, ())
-    return from_config.new_drafter_config(config, model)
 
 
 def chunk_of(config: Config) -> int:
@@ -169,7 +163,8 @@ class SimulatedTrainer(Trainer):
         self.world, self.clock, self.answers = world, VirtualClock(), {}
         self.drafter = SimulatedDrafter()  # the one that the rollout drafts with
         model = model_of(config) or hf_config.new_config(STAND_IN, 512, ())
-        learned = drafter_of(config, model) if drafter in (ADAPTIVE, FROZEN) else None
+        is_learned = drafter in (ADAPTIVE, FROZEN)
+        learned = from_config.new_drafter_config(config, model) if is_learned else None
         programs = self.simulated_programs(config)
         engine = SimulatedEngine(config, model, learned, world.groups, programs)
         begins = bool(config.drafter_training.start) or drafter == FROZEN
