@@ -105,9 +105,10 @@ def test_borders_depend_neither_on_the_order_of_programs_nor_on_other_rows():
 def test_a_target_filters_by_the_border_where_there_is_one(monkeypatch):
     fused, rule = Fused.of(make_mesh(1, 1)), Sampling(1.0, 3, 0.9)
     scaled = jnp.asarray(rows(100)[:4].reshape(2, 2, 100))
-    expected = sampling.filter(scaled, rule, unrolls=True)
+    expected = jax.jit(partial(sampling.filter, sampling=rule, unrolls=True))(scaled)
     assert token_filter.border(scaled, rule.top_k, rule.top_p, fused) is None
-    np.testing.assert_array_equal(bindings.filtered(scaled, rule, fused), expected)
+    filtered = jax.jit(bindings.filtered, static_argnums=(1, 2))
+    np.testing.assert_array_equal(filtered(scaled, rule, fused), expected)
     top = jnp.max(sampling.ordered_bits(scaled), axis=-1, keepdims=True)
     monkeypatch.setattr(token_filter, "border", lambda *given: top)
     kept = bindings.filtered(scaled, rule, fused) > -jnp.inf

@@ -64,6 +64,7 @@ def test_values_with_their_slots_last_decode_alike(nodes):
     tokens = jax.random.randint(jax.random.key(2), (3, nodes), 0, 37)
     seen = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)), (3, nodes, nodes))
     path, found = jnp.tile(jnp.arange(nodes)[::-1], (3, 1)), []
+    insert, commit = jax.jit(kv_cache.insert), jax.jit(kv_cache.commit)
     for slots_last in (False, True):
         cache = kv_cache.empty(config, 3, 11, 0, "float32", mesh)
         if slots_last:
@@ -71,12 +72,12 @@ def test_values_with_their_slots_last_decode_alike(nodes):
                 values=tuple(jnp.swapaxes(v, 2, 3) for v in cache.values), slots_last=True
             )
         lengths = jnp.array([4, 3, 4])
-        cache = kv_cache.insert(cache, prefilled, jnp.arange(3), jnp.array([0, 1, 0]))
-        cache = kv_cache.resize(cache, jnp.array([0, 1, 2]), 14)
+        cache = insert(cache, prefilled, jnp.arange(3), jnp.array([0, 1, 0]))
+        cache = jax.jit(kv_cache.resize, static_argnums=2)(cache, jnp.array([0, 1, 2]), 14)
         for _ in range(3):
             positions = lengths[:, None] + jnp.arange(nodes)
             logits, scratch = forward(tokens, positions, seen, cache, lengths)
-            cache, lengths = kv_cache.commit(cache, scratch, path, lengths), lengths + 1
+            cache, lengths = commit(cache, scratch, path, lengths), lengths + 1
         found.append(logits)
     np.testing.assert_allclose(*found, atol=1e-5)
     nothing = jax.tree.map(jnp.zeros_like, cache)
@@ -93,7 +94,7 @@ def test_insert_fans_rows_out_and_resize_gathers_them():
     shapes = [(2, 2, 8, 4), (2, 2, 4, 8), (2, 4, 2)]
     keys, values, features = (jax.random.normal(key, shape) for shape in shapes)
     prefill = Scratch((keys, 2 * keys, 3 * keys), (values, 2 * values, 3 * values), features)
-    filled = kv_cache.insert(cache, prefill, jnp.array([2, 3, 0]), jnp.array([1, 0, 1]))
+    filled = jax.jit(kv_cache.insert)(cache, prefill, jnp.array([2, 3, 0]), jnp.array([1, 0, 1]))
     np.testing.assert_array_equal(filled.features[0, :4], features[1])
     np.testing.assert_array_equal(filled.features[1], cache.features[1])
     np.testing.assert_array_equal(filled.features[:, 4:], cache.features[:, 4:])
@@ -104,7 +105,7 @@ def test_insert_fans_rows_out_and_resize_gathers_them():
         np.testing.assert_array_equal(filled.keys[layer][1], cache.keys[layer][1])
         np.testing.assert_array_equal(filled.values[layer][:, :, 4:], cache.values[layer][:, :, 4:])
     for slots in (4, 9):
-        fitted = kv_cache.resize(filled, jnp.array([2, -1]), slots)
+        fitted = jax.jit(kv_cache.resize, static_argnums=2)(filled, jnp.array([2, -1]), slots)
         kept = min(slots, 6)
         assert fitted.keys[0].shape == (2, 2, 8, slots)
         assert fitted.values[0].shape == (2, 2, slots, 8)
@@ -144,12 +145,12 @@ def test_all_that_is_written_but_keys_is_finite(written, slots_last):
     keys, values, features, states = (jnp.asarray(spoiled(*shape), "float32") for shape in shapes)
     scratch = Scratch((keys,) * 3, (values,) * 3, features, states)
     rows, zeros = jnp.arange(3), jnp.zeros(3, jnp.int32)
-    if written == "commit":
-        found = kv_cache.commit(cache, scratch, jnp.tile(jnp.arange(4), (3, 1)), zeros)
-    else:
-        found = getattr(kv_cache, written)(
-            cache, scratch, rows, zeros if written == "write" else rows
-        )
+    given = {
+        "commit": (jnp.tile(jnp.arange(4), (3, 1)), zeros),
+        "write": (rows, zeros),
+        "insert": (rows, rows),
+    }
+    found = jax.jit(getattr(kv_cache, written))(cache, scratch, *given[written])
     np.testing.assert_array_equal(found.keys[1][..., :4], keys)
     stored = jnp.swapaxes(found.values[1], 2, 3) if slots_last else found.values[1]
     for new, given in (
@@ -161,13 +162,14 @@ def test_all_that_is_written_but_keys_is_finite(written, slots_last):
         np.testing.assert_array_equal(new, np.where(np.isfinite(given), given, 0))
 
 
-@pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_a_prompt_that_is_not_finite_keeps_keys_of_nan_where_its_values_were_not(number):
+def test_a_prompt_that_is_not_finite_keeps_keys_of_nan_where_its_values_were_not():
     """Its padding is finite, though the embedding of the token there is not, and so are other prompts."""
     config = hf_config.new_config(model_cases.SMALL | {"tie_word_embeddings": False}, 37, ())
     params = architecture.init(config, meshes.make_mesh(1, 1), jax.random.key(0), "float32")
-    params = architecture.to_rollout(params, config, meshes.make_mesh(1, 1), "float32")
-    spoiled = params.replace(embed=params.embed.at[jnp.array([0, 5])].set(number))
+    to_rollout = jax.jit(architecture.to_rollout, static_argnums=(1, 2, 3))
+    params = to_rollout(params, config, meshes.make_mesh(1, 1), "float32")
+    numbers = jnp.array([jnp.nan, jnp.inf])[:, None]
+    spoiled = params.replace(embed=params.embed.at[jnp.array([0, 5])].set(numbers))
     prefill = jax.jit(lambda params, *given: transformer.prefill(params, config, *given))
     prompts, lengths = jnp.array([[3, 4, 0, 0, 0], [7, 8, 5, 9, 0]]), jnp.array([2, 4])
     clean, found = (prefill(one, prompts, lengths) for one in (params, spoiled))
@@ -182,7 +184,7 @@ def test_a_prompt_that_is_not_finite_keeps_keys_of_nan_where_its_values_were_not
         assert np.isnan(k[1, :, :, 2]).all()
     assert np.isnan(found.keys[1][1, :, :, 2:4]).all(), "a token that sees it is not finite either"
 
-    bias = params.layers[1].qkv_bias.at[1, -1, 3].set(number)  # of the values of one head
+    bias = params.layers[1].qkv_bias.at[1, -1, 3].set(jnp.inf)  # of the values of one head
     layers = list(params.layers)
     layers[1] = layers[1].replace(qkv_bias=bias)
     found = prefill(params.replace(layers=tuple(layers)), prompts, lengths)

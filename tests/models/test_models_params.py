@@ -63,7 +63,7 @@ def assert_drawn(pairs):
     [
         ("qwen2", (2, 2), "bfloat16"),
         ("qwen3_bias", (1, 1), "float32"),
-        ("llama_bias", (2, 2), "float32"),
+        pytest.param("llama_bias", (2, 2), "float32", marks=pytest.mark.matrix),
     ],
 )
 def test_each_weight_of_a_new_policy_has_its_part_of_the_key(case, shape, dtype, key):
@@ -77,10 +77,10 @@ def test_each_weight_of_a_new_policy_has_its_part_of_the_key(case, shape, dtype,
 @pytest.mark.parametrize(
     ("case", "shape", "dtype"),
     [
-        ("eagle", (1, 1), "float32"),
+        pytest.param("eagle", (1, 1), "float32", marks=pytest.mark.matrix),
         ("eagle_bias", (2, 2), "bfloat16"),
         ("eagle3", (2, 2), "float32"),
-        ("eagle3_plain", (1, 1), "bfloat16"),
+        pytest.param("eagle3_plain", (1, 1), "bfloat16", marks=pytest.mark.matrix),
     ],
 )
 def test_each_weight_of_a_new_drafter_has_its_part_of_the_key(case, shape, dtype, key):

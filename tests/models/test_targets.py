@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -68,14 +67,15 @@ def found(tied: bool, mesh, chunk: int, dtype: str, parameters: str = "float64")
             params, model, mesh, x, (ids, weights), is_target, rule, chunk=chunk
         )
 
-    plain, _ = jax.jit(loss)(params, x)
-    both = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-    (value, metrics), (gradient, dx) = both(params, x)
+    @jax.jit
+    def run(params, x):
+        both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+        rows = params, model, mesh, x, ids, is_target
+        logprobs = targets.target_logprobs(*rows, temperature=TEMPERATURE, chunk=chunk)
+        return loss(params, x)[0], both, logprobs
+
+    plain, ((value, metrics), (gradient, dx)), logprobs = run(params, x)
     np.testing.assert_allclose(plain, value, rtol=1e-6 if dtype != "float64" else 1e-12)
-    logprobs = jax.jit(
-        partial(targets.target_logprobs, temperature=TEMPERATURE, chunk=chunk),
-        static_argnums=(1, 2),
-    )(params, model, mesh, x, ids, is_target)
     head = np.asarray(architecture.head(params) if tied else params.head)[:V]
     dhead = architecture.head(gradient)
     assert dhead.dtype == parameters and dx.dtype == dtype
@@ -84,7 +84,7 @@ def found(tied: bool, mesh, chunk: int, dtype: str, parameters: str = "float64")
 
 @pytest.mark.parametrize(
     ("chunk", "tied", "shape"),
-    [(1, True, (2, 2)), (3, False, (1, 1)), (8, True, (2, 1)), (1000, False, (2, 2))],
+    [(1, True, (2, 2)), (3, False, (1, 1)), (1000, False, (2, 2))],
 )
 def test_loss_gradient_and_logprobs_are_those_of_all_logits_at_once(chunk, tied, shape, x64):
     results, (sums, maxima), head = found(tied, make_mesh(*shape), chunk, "float64")
