@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels import triton_runs
-from kernels.test_projections import EPS, Random, check, normed, wide
+from kernels.test_projections import EPS, Random, check, heads_wanted, normed, wide
 
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.kernels import product_parts
@@ -51,40 +51,12 @@ def heads_given(S, T, N, K, G, E, dtype, is_joined, has_bias, has_norm, has_chan
     )  # fmt: skip
 
 
-def heads_wanted(given: tuple) -> list[np.ndarray]:
-    """Queries, keys and values in float64."""
-    x, matrices, biases, norms, angles, (K, G, E), batch, _, change = given
-    cos, sin = (wide(a.T)[:, None, None] for a in angles)
-    parts = [wide(x).T @ wide(matrix).reshape(-1, len(x)).T for matrix in matrices]
-    parts = [
-        one if bias is None else one + wide(bias).reshape(-1)
-        for one, bias in zip(parts, biases, strict=True)
-    ]
-    y = np.concatenate(parts, axis=1)
-    if change is not None:
-        y += wide(change).reshape(-1, x.shape[1]).T
-    if len(matrices) == 1:
-        y = y.reshape(-1, K, G + 2, E)
-    else:
-        q, k, v = np.split(y.reshape(-1, K * (G + 2), E), (K * G, K * G + K), axis=1)
-        q = q.reshape(-1, K, G, E)
-        y = np.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
-    qk, v = y[:, :, :-1], y[:, :, -1]
-    if norms[0] is not None:
-        q, k = normed(qk[:, :, :-1], wide(norms[0])), normed(qk[:, :, -1:], wide(norms[1]))
-        qk = np.concatenate([q, k], axis=2)
-    first, second = np.split(qk, 2, axis=-1)
-    qk = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    qk, v = (x.reshape(batch, -1, *x.shape[1:]) for x in (qk, v))
-    q, k = qk[..., :-1, :], qk[..., -1, :]
-    return [q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)]
-
-
 def test_parts_become_rotated_heads():
     calls = [heads_given(*case) for case in HEADS]
     found = triton_runs.interpreted(MODULE + "heads", [as_call(given) for given in calls])
     for case, given, results in zip(HEADS, calls, found, strict=True):
-        for result, wanted in zip(results, heads_wanted(given), strict=True):
+        x, *rest, _, change = given
+        for result, wanted in zip(results, heads_wanted(wide(x).T, *rest, change), strict=True):
             check(result, wanted, case[6])
 
 

@@ -101,40 +101,39 @@ def heads_given(case: Case) -> tuple[tuple, dict[str, Any]]:
     return given, {"chosen": case.sizes}
 
 
-def heads_wanted(case: Case, given: tuple) -> list[np.ndarray]:
-    """Queries, keys and values in float64."""
-    T, N, K, G, E = case.T, case.N, case.K, case.G, case.E
-    inputs, norms, matrices, biases, head_norms, (cos, sin), *_ = given
-    pairs = zip(inputs, norms, strict=True)
-    y = np.concatenate([normed(wide(x.T), wide(norm)) for x, norm in pairs], axis=-1)
-    biases = [0 if bias is None else bias for bias in biases]
-    results = [
-        y @ wide(matrix).reshape(-1, matrix.shape[-1]).T + wide(bias).reshape(-1)
+def heads_wanted(y, matrices, biases, norms, angles, shape, batch, change=None) -> list[np.ndarray]:
+    """Queries, keys and values in float64, from what the matrices read, [T, In]."""
+    (K, G, E), (cos, sin) = shape, (wide(a.T)[:, None, None] for a in angles)
+    y = np.concatenate([
+        y @ wide(matrix).reshape(-1, y.shape[1]).T + (0 if bias is None else wide(bias).reshape(-1))
         for matrix, bias in zip(matrices, biases, strict=True)
-    ]
-    if case.is_joined:
-        joined = results[0].reshape(T, K, G + 2, E)
-        q, k, v = joined[:, :, :G], joined[:, :, G], joined[:, :, G + 1]
+    ], axis=1)  # fmt: skip
+    if change is not None:
+        y += wide(change).reshape(-1, len(y)).T
+    if len(matrices) == 1:
+        y = y.reshape(-1, K, G + 2, E)
     else:
-        q, k, v = (part.reshape(T, K, -1, E) for part in results)
-        k, v = k[:, :, 0], v[:, :, 0]
-    if case.has_head_norm:
-        q, k = normed(q, wide(head_norms[0])), normed(k, wide(head_norms[1]))
-
-    def rotated(x: np.ndarray) -> np.ndarray:
-        c, s = (wide(a.T).reshape(T, *[1] * (x.ndim - 2), -1) for a in (cos, sin))
-        a, b = x[..., : E // 2], x[..., E // 2 :]
-        return np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
-
-    q, k, v = (x.reshape(T // N, N, *x.shape[1:]) for x in (rotated(q), rotated(k), v))
+        q, k, v = np.split(y.reshape(-1, K * (G + 2), E), (K * G, K * G + K), axis=1)
+        q = q.reshape(-1, K, G, E)
+        y = np.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
+    qk, v = y[:, :, :-1], y[:, :, -1]
+    if norms[0] is not None:
+        q, k = normed(qk[:, :, :-1], wide(norms[0])), normed(qk[:, :, -1:], wide(norms[1]))
+        qk = np.concatenate([q, k], axis=2)
+    first, second = np.split(qk, 2, axis=-1)
+    qk = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    qk, v = (x.reshape(batch, -1, *x.shape[1:]) for x in (qk, v))
+    q, k = qk[..., :-1, :], qk[..., -1, :]
     return [q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)]
 
 
 def test_normed_and_rotated_heads():
     calls = [heads_given(case) for case in CASES]
     found = triton_runs.interpreted(MODULE + "heads", calls)
-    for case, (given, _), results in zip(CASES, calls, found, strict=True):
-        for result, wanted in zip(results, heads_wanted(case, given), strict=True):
+    for case, ((inputs, norms, *rest, _), _), results in zip(CASES, calls, found, strict=True):
+        pairs = zip(inputs, norms, strict=True)
+        y = np.concatenate([normed(wide(x.T), wide(norm)) for x, norm in pairs], axis=-1)
+        for result, wanted in zip(results, heads_wanted(y, *rest), strict=True):
             check(result, wanted, case.dtype)
 
 
