@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import drafter as drafters, hf_config
+from tlt_jax.models import architecture, drafter as drafters, hf_config, kv_cache
 
 POLICY = {
     "model_type": "qwen2",
@@ -84,6 +85,31 @@ def shared(dtype="float64") -> drafters.Shared:
     return drafters.Shared(jnp.asarray(embed), jnp.asarray(head))
 
 
+def rolled(case: str, mesh, dtype="float64"):
+    """The drafter as the programs of the last data group read it, what it shares with the policy there, and that group."""
+    own, group = config(case), meshes.data_group(mesh, mesh.shape["data"] - 1)
+    reshard = partial(drafters.to_rollout, config=own, mesh=mesh, dtype=dtype)
+    layout = drafters.shardings(own, mesh, "rollout")
+    found = meshes.view(jax.jit(reshard, out_shardings=layout)(params(case, dtype, mesh)), group)
+    base = jax.device_put(shared(dtype), jax.NamedSharding(group, jax.P()))
+    target = architecture.Params(base.embed, (), found.final_norm, base.head)
+    return drafters.bind(found, own, target, group), base, group
+
+
+def used_cache(config, batch: int, slots: int, mesh, dtype="float64"):
+    """A drafter's cache full of large numbers."""
+    spec = kv_cache.abstract(config.layers, batch, slots, 0, dtype, mesh)
+    return jax.tree.map(
+        lambda leaf: jnp.full(leaf.shape, 1e3, leaf.dtype, device=leaf.sharding), spec
+    )
+
+
+def one_segment(tokens):
+    """Positions and segments of rows of one segment each."""
+    counted = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return counted, jnp.ones_like(tokens)
+
+
 def line(case: str, rows: int, length: int, dtype="float64"):
     """Random tokens [rows, length] and features [rows, length, F]."""
     rng = np.random.RandomState(1)
@@ -105,13 +131,8 @@ def turned(heads, positions, rope):
     return np.concatenate([whole.real, whole.imag], -1)
 
 
-def reference(
-    case: str, token: int, before: np.ndarray, sees=lambda query, key: True
-) -> np.ndarray:
-    """Hidden states [P, Z] of the block at `token`, from the features [t, F] of the tokens before it, all at once.
-
-    `sees(i, j)`: whether query i of the block sees its row j.
-    """
+def reference(case: str, token: int, before: np.ndarray) -> np.ndarray:
+    """Hidden states [P, Z] of the block at `token`, from the features [t, F] of the tokens before it, all at once."""
     p, own, base = jax.tree.map(np.asarray, params(case)), config(case), shared()
     E, eps, t = own.layers.head_dim, own.layers.rms_eps, len(before)
     token, before = int(token), np.asarray(before)
@@ -119,10 +140,9 @@ def reference(
     ids = [token, *[own.mask_token_id] * (own.block_size - 1)]
     x = np.asarray(base.embed)[ids]
     count = len(ids)
-    visible = np.array(
-        [[not (own.causal and j > i) and sees(i, j) for j in range(count)] for i in range(count)]
-    )
-    visible = np.concatenate([np.ones((count, t), bool), visible], 1)
+    visible = np.ones((count, t + count), bool)
+    if own.causal:
+        visible = np.tri(count, t + count, t, dtype=bool)
     for index in range(own.layers.num_layers):
         layer = jax.tree.map(lambda leaf, index=index: leaf[index], p.layers)
         rows = np.concatenate([c, norm(x, layer.attention_norm, eps)])

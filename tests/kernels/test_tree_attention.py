@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -276,28 +275,23 @@ def kernel(case: Case, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return found
 
 
-def check_what_is_compiled(case: Case, sizes: Sizes, monkeypatch, folder: Path) -> None:
-    """No register is spilled, a multiprocessor holds 4 warps or more, and the cache is read 16 bytes at a time."""
-    one = kernel(case, sizes, monkeypatch)
-    usage, code = resource_usage(one, folder), compiled(one)
-    assert " STACK:0 " in usage and " LOCAL:0 " in usage, usage
-    registers = int(re.search(r"REG:(\d+)", usage)[1])
-    held = min(REGISTERS // (32 * sizes.warps * registers), SHARED // code.metadata.shared)
-    assert held * sizes.warps >= 4, (registers, code.metadata.shared)
-    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global .*?\], .*?\], 0x10\b", code.asm["ptx"])
-    tile = sizes.slots * case.E * np.dtype(case.dtype).itemsize
-    assert 16 * 32 * sizes.warps * len(copies) >= sizes.stages * 2 * tile
-
-
 @pytest.mark.gpu
 @matrix(rows=ROWS, width=[64, 128], dtype=DTYPES)
 def test_the_rule_gives_one_kernel_without_spills_that_reads_wide(
     rows, width, dtype, monkeypatch, tmp_path
 ):
+    """No register is spilled, a multiprocessor holds 4 warps or more, and the cache is read 16 bytes at a time."""
     G, N, M = rows
     sizes = tree_attention.rule(G * N, width, np.dtype(dtype).itemsize)
-    case = Case(4, G, N, width, M, 4224, dtype, (0, 0))
-    check_what_is_compiled(case, sizes, monkeypatch, tmp_path)
+    one = kernel(Case(4, G, N, width, M, 4224, dtype, (0, 0)), sizes, monkeypatch)
+    usage, code = resource_usage(one, tmp_path), compiled(one)
+    assert " STACK:0 " in usage and " LOCAL:0 " in usage, usage
+    registers = int(re.search(r"REG:(\d+)", usage)[1])
+    held = min(REGISTERS // (32 * sizes.warps * registers), SHARED // code.metadata.shared)
+    assert held * sizes.warps >= 4, (registers, code.metadata.shared)
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global .*?\], .*?\], 0x10\b", code.asm["ptx"])
+    tile = sizes.slots * width * np.dtype(dtype).itemsize
+    assert 16 * 32 * sizes.warps * len(copies) >= sizes.stages * 2 * tile
 
 
 @pytest.mark.gpu

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from functools import partial
-
 import drafter_cases as cases
 import jax
 import jax.numpy as jnp
@@ -14,19 +11,9 @@ from pairwise import marked
 
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.kernels.fused import Fused
-from tlt_jax.models import architecture, block_drafter, drafter as drafters, kv_cache
+from tlt_jax.models import block_drafter
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
-
-
-def rolled(params, config, mesh, shared):
-    """The drafter as the programs of the last data group read it, and that group."""
-    layout = drafters.shardings(config, mesh, "rollout")
-    reshard = partial(drafters.to_rollout, config=config, mesh=mesh, dtype=params.fuse.dtype)
-    group = meshes.data_group(mesh, mesh.shape["data"] - 1)
-    copy = meshes.view(jax.jit(reshard, out_shardings=layout)(params), group)
-    policy = architecture.Params(shared.embed, (), copy.final_norm, shared.head)
-    return drafters.bind(copy, config, policy, group), group
 
 
 def drafted(case, tokens, features, lengths, mesh, levels=None):
@@ -34,17 +21,10 @@ def drafted(case, tokens, features, lengths, mesh, levels=None):
 
     P is `levels`, by default all that the block drafts.
     """
-    config = cases.config(case)
-    shared = jax.device_put(
-        cases.shared(), jax.NamedSharding(meshes.data_group(mesh, mesh.shape["data"] - 1), jax.P())
-    )
-    params, group = rolled(cases.params(case, mesh=mesh), config, mesh, shared)
+    config, (params, shared, group) = cases.config(case), cases.rolled(case, mesh)
     B, levels = tokens.shape[0], levels or config.depth
     rows = jnp.arange(B, dtype=jnp.int32)
-    spec = kv_cache.abstract(config.layers, B, 16, 0, "float64", group)
-    cache = jax.tree.map(
-        lambda leaf: jnp.full(leaf.shape, 1e3, leaf.dtype, device=leaf.sharding), spec
-    )
+    cache = cases.used_cache(config, B, 16, group)
 
     @jax.jit
     def run(params, shared, cache, tokens, features):
@@ -79,9 +59,8 @@ def drafted(case, tokens, features, lengths, mesh, levels=None):
 def trained(case, tokens, features, anchors, segments=None, mesh=None, block=512, positions=None):
     """Hidden states [R, A, P, Z] of forward_blocks; by default every row is one segment."""
     config = cases.config(case)
-    counted = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    segments = jnp.ones_like(tokens) if segments is None else segments
-    positions = counted if positions is None else positions
+    if segments is None:
+        positions, segments = cases.one_segment(tokens)
 
     def run(params, shared, *rows):
         return block_drafter.forward_blocks(params, config, shared, *rows, block=block, mesh=mesh)
@@ -138,20 +117,6 @@ def test_a_block_sees_its_segment_before_its_anchor_and_itself(case, block, x64)
     assert np.isfinite(found).all()
 
 
-def test_the_reference_tells_masks_apart(x64):
-    """What the equality of the test above would miss: each wrong mask changes the result by more than it allows."""
-    case = "dflash"
-    tokens, features = cases.line(case, 1, 9)
-    right = cases.reference(case, tokens[0, 5], features[0, :5])
-    wrong = {
-        "the anchor's own features": cases.reference(case, tokens[0, 5], features[0, :6])[0],
-        "an earlier token missed": cases.reference(case, tokens[0, 5], features[0, 1:5])[0],
-        "causal": cases.reference(case, tokens[0, 5], features[0, :5], lambda i, j: j <= i)[0],
-    }
-    for name, other in wrong.items():
-        assert np.abs(other - right[0]).max() > 1e-3, name
-
-
 @pytest.mark.parametrize("case", ["dspark", "dflash_causal"])
 def test_gradients_do_not_depend_on_the_chunks(case, x64):
     config, shared = cases.config(case), cases.shared()
@@ -180,75 +145,6 @@ def test_gradients_do_not_depend_on_the_chunks(case, x64):
     }
     touched = {tuple(map(int, place)) for place in np.argwhere(np.abs(seen).max(-1) > 0)}
     assert touched == used
-
-
-def test_memory_of_training_grows_linearly_with_the_row():
-    config, mesh = cases.config("dspark"), meshes.make_mesh(1, 1)
-    params = drafters.abstract(config, mesh, "train", "float32")
-    shared = jax.eval_shape(lambda: cases.shared("float32"))
-
-    def temporary(length):
-        def total(trained, ids, shared, features, tokens, anchors):
-            rows = tokens, features, tokens, tokens, anchors
-            return block_drafter.forward_blocks(
-                trained.replace(ids=ids), config, shared, *rows, block=64
-            ).sum()
-
-        features = jax.ShapeDtypeStruct((1, length, config.feature_width), jnp.float32)
-        tokens, anchors = (
-            jax.ShapeDtypeStruct((1, size), jnp.int32) for size in (length, length // 4)
-        )
-        program = jax.jit(jax.grad(total)).lower(
-            params.replace(ids=None), params.ids, shared, features, tokens, anchors
-        )
-        return program.compile().memory_analysis().temp_size_in_bytes
-
-    assert temporary(4096) < 2.2 * temporary(2048)
-
-
-def test_one_layer_and_a_block_of_one_is_a_next_token_head(x64):
-    """By hand: no MLP, attention to one earlier token whose value is known, so the logits are those of x + its value."""
-    small = cases.config("dspark_bare")
-    sizes = dataclasses.replace(
-        small.layers, num_layers=1, hidden_size=2, mlp_dim=1, num_heads=1, num_kv_heads=1, head_dim=2, vocab_size=3,
-        rms_eps=0.0,
-    )  # fmt: skip
-    config = dataclasses.replace(
-        small, layers=sizes,
-        block_size=1, draft_vocab_size=3, captures=(1,), mask_token_id=0,
-    )  # fmt: skip
-    spec = drafters.weights(config, 1)
-    zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape), spec)
-    ones = jnp.ones(2)
-    layers = zeros.layers.replace(
-        attention_norm=ones[None], mlp_norm=ones[None], q_norm=ones[None], k_norm=ones[None],
-        q=jnp.eye(2)[None], k=jnp.eye(2)[None], v=3 * jnp.eye(2)[None], o=jnp.eye(2)[None],
-    )  # fmt: skip
-    params = zeros.replace(fuse=jnp.eye(2), hidden_norm=ones, final_norm=ones, layers=layers)
-    embed = jnp.array([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
-    shared = drafters.Shared(embed, jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, -1.0]]))
-    rows = jnp.array([[1]]), jnp.array([[[5.0, 5.0]]]), jnp.array([[0]]), jnp.array([[1]])
-    hidden = block_drafter.forward_blocks(params, config, shared, *rows, jnp.array([[0]]))
-    # The anchor alone: x = (0, 2), with norm (0, sqrt 2), gets the value (0, 3 sqrt 2); the last norm makes it (0, sqrt 2).
-    root = np.sqrt(2)
-    np.testing.assert_allclose(hidden, [[[[0, root]]]], atol=1e-12)
-    logits = block_drafter.logits(params, config, shared, hidden)[0, 0, 0, :3]
-    np.testing.assert_allclose(logits, [0, root, -root], atol=1e-12)
-    # One token before it: its features (5, 5) have c = (1, 1), at position 0; those of the anchor, (9, 0), are not seen.
-    # The query is (0, sqrt 2), turned by the angle of position 1, as the anchor's key is: their product is 2.
-    rows = (
-        jnp.array([[0, 1]]),
-        jnp.array([[[5.0, 5.0], [9.0, 0.0]]]),
-        jnp.array([[0, 1]]),
-        jnp.array([[1, 1]]),
-    )
-    hidden = block_drafter.forward_blocks(params, config, shared, *rows, jnp.array([[1]]))
-    turn = 1 / config.layers.rope.factor
-    query = root * np.array([-np.sin(turn), np.cos(turn)])
-    weight = np.exp(np.array([query @ [1, 1], 2.0]) / root)
-    weight /= weight.sum()
-    x = np.array([0, 2]) + weight[0] * 3 * np.array([1, 1]) + weight[1] * 3 * np.array([0, root])
-    np.testing.assert_allclose(hidden[0, 0, 0], x / np.sqrt(np.mean(x * x)), rtol=1e-12)
 
 
 def test_the_heads_of_dspark_are_linear_in_what_they_read(x64):

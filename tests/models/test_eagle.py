@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import drafter_cases as cases
 import jax
@@ -12,32 +11,23 @@ import numpy as np
 import pytest
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import architecture, drafter as drafters, eagle, kv_cache, transformer
+from tlt_jax.models import (
+    architecture,
+    block_drafter,
+    drafter as drafters,
+    eagle,
+    kv_cache,
+    transformer,
+)
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 STEPS = 3
 
 
-def rolled(params, config, mesh):
-    """The drafter as the last data group holds it, and that group."""
-    shardings = drafters.shardings(config, mesh, "rollout")
-    reshard = partial(drafters.to_rollout, config=config, mesh=mesh, dtype=params.fuse.dtype)
-    group = meshes.data_group(mesh, mesh.shape["data"] - 1)
-    return meshes.view(jax.jit(reshard, out_shardings=shardings)(params), group), group
-
-
-def junk_cache(config, batch, slots, mesh, dtype="float64"):
-    spec = kv_cache.abstract(config.layers, batch, slots, 0, dtype, mesh)
-    return jax.tree.map(
-        lambda leaf: jnp.full(leaf.shape, 1e3, leaf.dtype, device=leaf.sharding), spec
-    )
-
-
 def unrolled(case, tokens, features, positions=None, segments=None, steps=STEPS, **options):
     """Hidden states [steps, B, T, Z]; by default every row is one segment."""
-    counted = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    positions = counted if positions is None else positions
-    segments = jnp.ones_like(tokens) if segments is None else segments
+    if segments is None:
+        positions, segments = cases.one_segment(tokens)
     config, dtype = cases.config(case), features.dtype.name
     run = jax.jit(
         lambda params, shared, *rows: eagle.unroll(params, config, shared, *rows, steps, **options)
@@ -48,9 +38,7 @@ def unrolled(case, tokens, features, positions=None, segments=None, steps=STEPS,
 
 def drafted(case, tokens, features, lengths, mesh):
     """Hidden states [B, STEPS, Z]: `lengths` slots built by windows of 4, then drafting along the given tokens."""
-    config, shared = cases.config(case), cases.shared()
-    params, group = rolled(cases.params(case, mesh=mesh), config, mesh)
-    shared = jax.device_put(shared, jax.NamedSharding(group, jax.P()))
+    config, (params, shared, group) = cases.config(case), cases.rolled(case, mesh)
     B = tokens.shape[0]
     rows = jnp.arange(B)
 
@@ -78,7 +66,7 @@ def drafted(case, tokens, features, lengths, mesh):
             states.append(state)
         return jnp.concatenate(states, axis=1)
 
-    return np.asarray(run(params, shared, junk_cache(config, B, 16, group), tokens, features))
+    return np.asarray(run(params, shared, cases.used_cache(config, B, 16, group), tokens, features))
 
 
 @pytest.mark.parametrize(
@@ -99,8 +87,8 @@ PARENTS = [[[2, 0, 2], [1, 1, 0]], [[0, 0, 1], [2, 2, 2]]]
 
 def test_a_node_sees_its_own_branch_only(x64):
     case = "eagle3"
-    config, shared, mesh = cases.config(case), cases.shared(), meshes.make_mesh(1, 1)
-    params = rolled(cases.params(case), config, mesh)[0]
+    config, mesh = cases.config(case), meshes.make_mesh(1, 1)
+    params, shared, _ = cases.rolled(case, mesh)
     tokens, features = cases.line(case, 2, 12)
     lengths = np.array([6, 4])
     nodes = np.random.RandomState(3).randint(0, cases.VOCAB, (3, 2, 3))
@@ -138,7 +126,7 @@ def test_a_node_sees_its_own_branch_only(x64):
             found.append(state)
         return jnp.stack(found)
 
-    found = np.asarray(grow(junk_cache(config, 2, 12, mesh)))
+    found = np.asarray(grow(cases.used_cache(config, 2, 12, mesh)))
     lines, last = [], []
     for row, length in enumerate(lengths):
         for leaf in range(3):
@@ -189,7 +177,7 @@ def test_packed_segments_blocks_and_meshes_leave_every_sequence_alone(x64):
 def test_gradients_reach_every_weight_alike_through_blocks(x64):
     config, shared = cases.config("eagle3"), cases.shared()
     tokens, features = cases.line("eagle3", 1, 8)
-    rows = tokens, features, jnp.arange(8)[None], jnp.ones_like(tokens)
+    rows = tokens, features, *cases.one_segment(tokens)
     params = cases.params("eagle3")
 
     def gradient(block):
@@ -207,21 +195,23 @@ def test_gradients_reach_every_weight_alike_through_blocks(x64):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-11)
 
 
-def test_memory_of_training_grows_linearly_with_the_row():
-    config, mesh = cases.config("eagle3"), meshes.make_mesh(1, 1)
+@pytest.mark.parametrize("case", ["eagle3", "dspark"])
+def test_memory_of_training_grows_linearly_with_the_row(case):
+    config, mesh = cases.config(case), meshes.make_mesh(1, 1)
     params = drafters.abstract(config, mesh, "train", "float32").replace(ids=None)
     shared = jax.eval_shape(lambda: cases.shared("float32"))
 
-    def temporary(length):
-        def total(params, shared, features, tokens):
-            return eagle.unroll(
-                params, config, shared, tokens, features, tokens, tokens, 2, block=128
-            ).sum()
+    def total(params, shared, features, tokens, anchors):
+        rows = params, config, shared, tokens, features, tokens, tokens
+        if config.is_block:
+            return block_drafter.forward_blocks(*rows, anchors, block=64).sum()
+        return eagle.unroll(*rows, 2, block=128).sum()
 
+    def temporary(length):
         features = jax.ShapeDtypeStruct((1, length, config.feature_width), jnp.float32)
-        tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-        program = jax.jit(jax.grad(total)).lower(params, shared, features, tokens).compile()
-        return program.memory_analysis().temp_size_in_bytes
+        rows = (jax.ShapeDtypeStruct((1, size), jnp.int32) for size in (length, length // 4))
+        program = jax.jit(jax.grad(total)).lower(params, shared, features, *rows)
+        return program.compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(4096) < 2.2 * temporary(2048)
 
@@ -274,14 +264,6 @@ def test_a_drafting_loop_updates_the_donated_cache_in_place():
     size = sum(leaf.size * 4 for leaf in jax.tree.leaves(cache))
     assert memory.alias_size_in_bytes >= size
     assert memory.temp_size_in_bytes < size / 4
-
-
-def test_the_cache_is_resized_as_the_policy_s():
-    config, mesh = cases.config("eagle3"), meshes.make_mesh(1, 1)
-    cache = junk_cache(config, 3, 8, mesh, "float32")
-    smaller = kv_cache.resize(cache, jnp.array([2, -1]), 5)
-    assert smaller.keys[0].shape == (2, 2, 8, 5)
-    assert smaller.values[0].shape == (2, 2, 5, 8)
 
 
 def test_shift_stays_within_segments():

@@ -30,9 +30,7 @@ def written(mesh, tmp_path):
     """A function that writes a case's directory, with changes of config.json and tensors (None: removed)."""
 
     def write(case="eagle3", tensors=None, **changes):
-        hf_drafter.save(
-            cases.params(case, "float32", mesh), cases.config(case), tmp_path, "float32"
-        )
+        save(case, mesh, tmp_path)
         raw = json.loads((tmp_path / "config.json").read_text()) | changes
         raw = {key: value for key, value in raw.items() if value != "absent"}
         (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -46,14 +44,19 @@ def written(mesh, tmp_path):
     return write
 
 
+def save(case, mesh, folder, dtype="float32"):
+    """Writes a case's directory in this dtype; returns its tensors."""
+    hf_drafter.save(cases.params(case, "float32", mesh), cases.config(case), folder, dtype)
+    return load_file(folder / "model.safetensors")
+
+
 def load(folder, mesh, dtype="float32", policy=None, **options):
     return hf_drafter.load(folder, policy or cases.policy(), mesh, dtype, **options)
 
 
 @pytest.mark.parametrize("case", cases.CASES)
 def test_names_shapes_types_and_keys_are_the_golden_ones(case, mesh, tmp_path):
-    hf_drafter.save(cases.params(case, "float32", mesh), cases.config(case), tmp_path, "bfloat16")
-    stored = load_file(tmp_path / "model.safetensors")
+    stored = save(case, mesh, tmp_path, "bfloat16")
     found = {
         name: f"{array.dtype}{list(array.shape)}".replace(" ", "") for name, array in stored.items()
     }
@@ -95,59 +98,50 @@ def test_a_round_trip_keeps_every_bit(case, dtype, mesh, tmp_path):
     assert files == ["config.json", "model.safetensors"]
 
 
-@pytest.mark.parametrize("case", cases.CASES)
-def test_config_json_alone_describes_the_drafter(case, mesh, tmp_path):
-    hf_drafter.save(cases.params(case, "float32", mesh), cases.config(case), tmp_path, "float32")
-    (tmp_path / "model.safetensors").unlink()
-    assert hf_drafter.read_config(tmp_path, cases.policy()) == cases.config(case)
-    with pytest.raises(ModelError, match="is below the 65 positions"):
-        hf_drafter.read_config(tmp_path, cases.policy(), positions=65)
-    with pytest.raises(ModelError, match="is not the policy's 32"):
-        hf_drafter.read_config(tmp_path, cases.policy(hidden_size=32))
-
-
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "word"),
     [
-        ({"kind": "eagle"},
-         "vLLM has no EAGLE class for Qwen2: only SGLang loads this drafter; one of kind eagle3 loads in both"),
-        ({"kind": "eagle", "family": "llama", "qkv_bias": False, "fc_bias": True},
-         "vLLM loads this drafter without the bias of its fc, and drafts worse with it than SGLang"),
+        ({"kind": "eagle"}, "only SGLang"),
+        (
+            {"kind": "eagle", "family": "llama", "qkv_bias": False, "fc_bias": True},
+            "without the bias",
+        ),
         ({"kind": "eagle", "family": "llama", "qkv_bias": False}, None),
         ({"kind": "eagle3"}, None),
         (cases.CASES["dflash"], None),
         (cases.CASES["dspark_whole"], None),
-        (cases.CASES["dspark"],
-         "other programs draft from the whole vocabulary with this drafter, not from its draft vocabulary"),
-        (cases.CASES["dspark_bare"], "vLLM loads DSpark drafters with a Markov head only"),
+        (cases.CASES["dspark"], "whole vocabulary"),
+        (cases.CASES["dspark_bare"], "Markov head only"),
     ],
-)  # fmt: skip
-def test_what_other_programs_do_not_load_is_reported(changes, message):
-    assert hf_drafter.caveat(drafters.for_policy(cases.policy(), **changes)) == message
+)
+def test_what_other_programs_do_not_load_is_reported(changes, word):
+    found = hf_drafter.caveat(drafters.for_policy(cases.policy(), **changes))
+    assert found is None if word is None else word in found
 
 
 def test_bfloat16_files_and_parameters(mesh, tmp_path):
-    params, config = cases.params("eagle3", "float32", mesh), cases.config("eagle3")
-    hf_drafter.save(params, config, tmp_path, "bfloat16")
-    _, read = load(tmp_path, mesh, "bfloat16")
-    jax.tree.map(np.testing.assert_array_equal, read, drafters.cast(params, "bfloat16"))
+    save("eagle3", mesh, tmp_path, "bfloat16")
+    wanted = drafters.cast(cases.params("eagle3", "float32", mesh), "bfloat16")
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path, mesh, "bfloat16")[1], wanted)
     assert load(tmp_path, mesh)[1].fuse.dtype == jnp.float32
 
 
-def test_d2t_holds_offsets_and_t2d_marks_the_tokens(mesh, tmp_path):
-    hf_drafter.save(
-        cases.params("eagle3", "float32", mesh), cases.config("eagle3"), tmp_path, "float32"
-    )
-    stored = load_file(tmp_path / "model.safetensors")
+def test_a_draft_vocabulary_is_written_as_offsets_marks_and_rows_of_a_markov_head(mesh, tmp_path):
+    stored = save("eagle3", mesh, tmp_path)
     np.testing.assert_array_equal(stored["d2t"] + np.arange(8), cases.IDS)
     np.testing.assert_array_equal(np.flatnonzero(stored["t2d"]), cases.IDS)
-    assert (stored["d2t"].dtype, stored["t2d"].dtype) == (np.int64, bool)
+    stored = save("dspark", mesh, tmp_path)
+    bias = stored["markov_head.markov_w2.weight"]
+    np.testing.assert_array_equal(
+        bias[cases.IDS], cases.params("dspark", "float32", mesh).markov_out
+    )
+    assert not np.delete(bias, cases.IDS, axis=0).any()
+    np.testing.assert_array_equal(np.flatnonzero(stored["t2d"]), cases.IDS)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_eagle_drafter_without_a_bias_in_fc_is_written_with_one_of_zeros(dtype, mesh, tmp_path):
-    hf_drafter.save(cases.params("eagle", "float32", mesh), cases.config("eagle"), tmp_path, dtype)
-    bias = load_file(tmp_path / "model.safetensors")["fc.bias"]
+    bias = save("eagle", mesh, tmp_path, dtype)["fc.bias"]
     assert (bias.shape, bias.dtype.name, bias.any()) == ((16,), dtype, False)
     config, params = load(tmp_path, mesh)
     assert (config.fc_bias, params.fuse_bias) == (False, None)
@@ -254,10 +248,8 @@ def test_layer_ids_are_read_in_both_conventions(outputs, counts, captures):
         ("eagle", {"architectures": None}, "\\[None\\] are not a supported drafter"),
         ("eagle3", {"num_hidden_layers": 2}, "num_hidden_layers 2: only drafters of one layer"),
         ("eagle3", {"hidden_size": 32}, "hidden_size 32 is not the policy's 16"),
-        ("eagle3", {"hidden_size": None}, "config.json lacks hidden_size"),
         ("eagle3", {"target_hidden_size": 32}, "target_hidden_size 32 is not hidden_size 16"),
         ("eagle", {"vocab_size": 40}, "vocab_size 40 is not the policy's 37"),
-        ("eagle3", {"draft_vocab_size": 99}, "draft_vocab_size 99 is not within 1..37"),
         ("eagle3", {"draft_vocab_size": None}, "draft_vocab_size is missing"),
         ("eagle3", {"draft_vocab_size": 9}, "lm_head.weight has shape \\(8, 16\\), config.json says \\(9, 16\\)"),
         ("eagle3", {"tie_word_embeddings": True}, "tie_word_embeddings true"),
@@ -267,37 +259,23 @@ def test_layer_ids_are_read_in_both_conventions(outputs, counts, captures):
         ("eagle3", {"norm_before_fc": True, "magic": 3}, "names magic, norm_before_fc: unknown here"),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, "\\[2, 4, 5\\], but \\[1, 2, 3\\] in eagle_config"),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": "2"}, "'2' is not a list of layer ids"),
-        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 3, 9], "eagle_config": None}, "\\(2, 3, 9\\).*has 7 layers"),
-        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [4, 3, 2], "eagle_config": None}, "rising depth"),
-        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4], "eagle_config": None}, "missing|shape \\(16, 48\\)"),
         ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state false"),
         ("eagle3", {"eagle_config": {"gamma": 1}}, "eagle_config names gamma"),
         ("eagle3", {"fc_norm": False}, "unknown fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight"),
         ("eagle3_plain", {"fc_norm": True}, "missing fc_norm.0.weight"),
         ("eagle", {"norm_output": True}, "norm_output True: not for a drafter of kind eagle"),
-        ("eagle", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ("eagle", {"quantization_config": {"bits": 4}}, "quantization_config"),
-        ("eagle", {"num_key_value_heads": 3}, "3 KV heads"),
         ("dflash", {"architectures": ["DFlashDraftModel", "Qwen3ForCausalLM"]}, "not a supported drafter.*DFlashDraftModel"),
         ("dflash", {"model_type": "gemma4"}, "model_type 'gemma4': only block drafters with layers of qwen3"),
-        ("dflash", {"use_sliding_window": True}, "use_sliding_window true"),
         ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
         ("dflash", {"dflash_config": {"mask_token_id": 36, "target_layer_ids": [1], "use_swa": True}},
          "dflash_config names use_swa: unknown here"),
-        ("dflash", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu'"),
         ("dflash", {"attention_bias": True}, "attention_bias true"),
-        ("dflash", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
-        ("dflash", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ("dflash", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("dflash", {"block_size": None}, "config.json lacks block_size"),
         ("dflash", {"dflash_config": None}, "config.json lacks mask_token_id"),
         ("dflash", {"mask_token_id": 35}, "mask_token_id 35, but 36 in dflash_config"),
         ("dflash", {"dflash_config": {"mask_token_id": 36, "target_layer_ids": "1"}}, "'1' is not a list of layer ids"),
-        ("dflash", {"dflash_config": {"mask_token_id": 36, "target_layer_ids": [1, 7]}}, "\\(2, 8\\), the policy has 7 layers"),
-        ("dflash", {"dflash_config": {"mask_token_id": 37, "target_layer_ids": [1]}}, "mask_token_id 37 is not within 0..36"),
         ("dflash", {"num_target_layers": 36}, "num_target_layers 36 is not the policy's 7"),
-        ("dflash", {"hidden_size": 32}, "hidden_size 32 is not the policy's 16"),
-        ("dflash", {"target_hidden_size": 32}, "target_hidden_size 32 is not hidden_size 16"),
         ("dflash", {"draft_vocab_size": 8}, "draft_vocab_size 8: a block drafter with an LM head of its own"),
         ("dflash", {"markov_rank": 4}, "markov_rank 4: not for a drafter of kind dflash"),
         ("dflash", {"num_hidden_layers": 3}, "missing layers.2.input_layernorm.weight"),
@@ -305,7 +283,6 @@ def test_layer_ids_are_read_in_both_conventions(outputs, counts, captures):
         ("dspark", {"confidence_head_with_markov": False}, "confidence_head_with_markov False with markov_rank 6"),
         ("dspark", {"tlt_draft_vocab_size": 9}, "the draft vocabulary has 8 tokens, draft_vocab_size says 9"),
         ("dspark", {"tlt_draft_vocab_size": "absent"}, "t2d marks 8 tokens, and config.json has no tlt_draft_vocab_size"),
-        ("dspark", {"magic": 3}, "names magic: unknown here"),
         ("dflash", {"fc_norm": True, "mlp_bias": True}, "names fc_norm, mlp_bias: unknown here"),
         ("dflash", {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]}, "but target_layer_ids \\[1, 2, 3, 4\\]"),
     ],
@@ -370,18 +347,9 @@ def test_positions_and_directories_are_checked(written, mesh, tmp_path):
     with pytest.raises(ModelError, match="no config.json: give the directory of a drafter"):
         load(tmp_path / "nothing", mesh)
     (folder / "model.safetensors").unlink()
+    assert hf_drafter.read_config(folder, cases.policy()) == cases.config("eagle3")
     with pytest.raises(ModelError, match="neither model.safetensors nor"):
         load(folder, mesh)
-
-
-def test_a_markov_head_is_written_for_every_token(mesh, tmp_path):
-    params = cases.params("dspark", "float32", mesh)
-    hf_drafter.save(params, cases.config("dspark"), tmp_path, "float32")
-    stored = load_file(tmp_path / "model.safetensors")
-    bias = stored["markov_head.markov_w2.weight"]
-    np.testing.assert_array_equal(bias[cases.IDS], params.markov_out)
-    assert not np.delete(bias, cases.IDS, axis=0).any()
-    np.testing.assert_array_equal(np.flatnonzero(stored["t2d"]), cases.IDS)
 
 
 def test_block_drafters_that_other_programs_write_are_read(written, mesh):

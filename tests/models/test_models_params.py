@@ -20,7 +20,7 @@ IN_LAYER = (
 POLICY = (".embed", *(f".layers.{name}" for name in IN_LAYER), ".final_norm", ".head")
 DRAFTER = (
     ".fuse", ".fuse_bias", ".feature_norms", ".hidden_norm", *(f".layers.{name}" for name in IN_LAYER),
-    ".final_norm", ".head", ".ids",
+    ".final_norm", ".markov_in", ".markov_out", ".confidence", ".confidence_bias", ".head", ".ids",
 )  # fmt: skip
 
 
@@ -37,8 +37,10 @@ def expected(params, order, key, std, vocab, padded, ids=None):
         shape, dtype = found[name].shape, found[name].dtype
         if name == ".ids":
             return jnp.asarray(ids)
-        if "norm" in name or "bias" in name:
-            return jnp.full(shape, 1 if "norm" in name else 0, dtype)
+        if "norm" in name:
+            return jnp.ones(shape, dtype)
+        if "bias" in name or name in (".markov_out", ".confidence"):
+            return jnp.zeros(shape, dtype)
         drawn = std * jax.random.normal(key, shape, dtype)
         return (
             jnp.where(jnp.arange(shape[0])[:, None] < vocab, drawn, 0) if name in padded else drawn
@@ -80,6 +82,7 @@ def test_each_weight_of_a_new_policy_has_its_part_of_the_key(case, shape, dtype,
         pytest.param("eagle", (1, 1), "float32", marks=pytest.mark.matrix),
         ("eagle_bias", (2, 2), "bfloat16"),
         ("eagle3", (2, 2), "float32"),
+        ("dspark", (2, 2), "float32"),
         pytest.param("eagle3_plain", (1, 1), "bfloat16", marks=pytest.mark.matrix),
     ],
 )
@@ -87,10 +90,11 @@ def test_each_weight_of_a_new_drafter_has_its_part_of_the_key(case, shape, dtype
     config = drafter_cases.config(case)
     ids = None if config.has_full_vocab else drafter_cases.IDS.astype(np.int32)
     params = drafters.init(config, meshes.make_mesh(*shape), key, dtype, ids)
-    padded = (".head",) if config.has_full_vocab else ()
+    padded = (".markov_in", *([".head"] if config.has_full_vocab else []))
     sizes = config.layers
     pairs = expected(params, DRAFTER, key, sizes.init_std, sizes.vocab_size, padded, ids)
     assert_drawn(pairs)
+    np.testing.assert_array_equal(params.ids, ids)
 
 
 def test_a_tree_of_weights_gives_shardings_abstract_arrays_and_values_alike(key):
