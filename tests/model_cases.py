@@ -7,10 +7,12 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from tlt_jax.models import hf, hf_config
+from tlt_jax.models import hf, hf_config, kv_cache
 
 GOLDENS = Path(__file__).parent / "goldens" / "models.npz"
 LENGTH = 11
@@ -139,3 +141,11 @@ def write(case: str, directory: Path) -> Path:
     (directory / "config.json").write_text(json.dumps(raw_config(case)))
     save_file(arrays(case), directory / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+def empty_cache(
+    config, batch: int, slots: int, features: int, dtype, mesh, *captures
+) -> kv_cache.KVCache:
+    """A cache of zeros."""
+    spec = kv_cache.abstract(config, batch, slots, features, dtype, mesh, *captures)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), spec)

@@ -133,8 +133,8 @@ def prefilled(weights, config, group, tokens, lengths, slots, captures=(), captu
     rest = tokens, lengths, captures, 4, captures_states
     kept = jax.jit(lambda weights: transformer.prefill(weights, config, *rest))(weights)
     width = len(captures) * config.hidden_size
-    spec = kv_cache.abstract(config, 2, slots, width, weights.embed.dtype, group, captures_states)
-    cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), spec)
+    sizes = 2, slots, width, weights.embed.dtype, group, captures_states
+    cache = model_cases.empty_cache(config, *sizes)
     return jax.jit(kv_cache.insert)(cache, kept, jnp.arange(2), jnp.arange(2))
 
 
@@ -287,7 +287,7 @@ def test_bfloat16_is_computed_with_float32_logits(directories):
     mesh = meshes.make_mesh(1, 2)
     config, params = load(directories("llama"), mesh, "float32")
     weights, group = rollout(params, config, mesh, "bfloat16")
-    cache = kv_cache.empty(config, 2, 8, 0, "bfloat16", group)
+    cache = model_cases.empty_cache(config, 2, 8, 0, "bfloat16", group)
     logits, scratch = grow(
         weights, config, cache, [[1], [2]], [0, 0], [0], np.ones((2, 1, 1), bool)
     )

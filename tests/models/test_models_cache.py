@@ -66,7 +66,7 @@ def test_values_with_their_slots_last_decode_alike(nodes):
     path, found = jnp.tile(jnp.arange(nodes)[::-1], (3, 1)), []
     insert, commit = jax.jit(kv_cache.insert), jax.jit(kv_cache.commit)
     for slots_last in (False, True):
-        cache = kv_cache.empty(config, 3, 11, 0, "float32", mesh)
+        cache = model_cases.empty_cache(config, 3, 11, 0, "float32", mesh)
         if slots_last:
             cache = cache.replace(
                 values=tuple(jnp.swapaxes(v, 2, 3) for v in cache.values), slots_last=True
@@ -88,7 +88,7 @@ def test_values_with_their_slots_last_decode_alike(nodes):
 def test_insert_fans_rows_out_and_resize_gathers_them():
     config = hf_config.new_config(model_cases.SMALL, 37, ())
     mesh = meshes.make_mesh(1, 1)
-    cache = kv_cache.empty(config, 3, 6, 2, "float32", mesh)
+    cache = model_cases.empty_cache(config, 3, 6, 2, "float32", mesh)
     cache = jax.tree.map(lambda leaf: leaf + jnp.arange(leaf.size).reshape(leaf.shape), cache)
     key = jax.random.key(0)
     shapes = [(2, 2, 8, 4), (2, 2, 4, 8), (2, 4, 2)]
@@ -118,7 +118,7 @@ def test_insert_fans_rows_out_and_resize_gathers_them():
 
 def test_prefill_beyond_the_cache_is_refused_by_its_shape():
     config = hf_config.new_config(model_cases.SMALL, 37, ())
-    cache = kv_cache.empty(config, 1, 2, 0, "float32", meshes.make_mesh(1, 1))
+    cache = model_cases.empty_cache(config, 1, 2, 0, "float32", meshes.make_mesh(1, 1))
     prefill = Scratch(
         (jnp.ones((1, 2, 8, 4)),) * 3, (jnp.ones((1, 2, 4, 8)),) * 3, jnp.ones((1, 4, 0))
     )

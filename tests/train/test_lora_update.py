@@ -7,6 +7,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import model_cases
 import numpy as np
 import pytest
 from loop_updates import equations
@@ -28,7 +29,7 @@ from tlt_jax.data.packing import Example, PackedRows
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.kernels.fused import Fused
-from tlt_jax.models import architecture, kv_cache, lora, low_rank, transformer
+from tlt_jax.models import architecture, lora, low_rank, transformer
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.models.lora import Adapters
 from tlt_jax.models.low_rank import Lora
@@ -210,7 +211,7 @@ def test_factors_that_are_kept_apart_make_the_same_policy(model_axis, targets, x
     ancestors = jnp.broadcast_to(jnp.tril(jnp.ones((N, N), bool)), (B, N, N))
 
     def logits(params: Params) -> tuple[jax.Array, jax.Array]:
-        cache = kv_cache.empty(LAYERS, B, 8, 0, "float64", group)
+        cache = model_cases.empty_cache(LAYERS, B, 8, 0, "float64", group)
         positions = jnp.broadcast_to(jnp.arange(N), (B, N))
         nodes, _ = transformer.tree_forward(
             params, LAYERS, tokens, positions, ancestors, cache, jnp.zeros(B, int),
@@ -255,7 +256,7 @@ def sampled(recipe: Recipe, params: Params, rows: PackedRows) -> list[jax.Array]
     model, dtype = recipe.model, recipe.compute_dtype
     apart = low_rank.kept_apart(recipe.lora, dtype)
     params = architecture.to_rollout(params, model, recipe.mesh, dtype, apart)
-    cache = kv_cache.empty(model, B, 8, 0, dtype, recipe.mesh)
+    cache = model_cases.empty_cache(model, B, 8, 0, dtype, recipe.mesh)
     ancestors, none = (
         jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (B, T, T)),
         jnp.zeros(B, int),

@@ -107,14 +107,6 @@ def abstract(
     )
 
 
-def empty(
-    config: ModelConfig, batch: int, slots: int, features: int, dtype: DTypeLike, mesh: Mesh
-) -> KVCache:
-    """A cache of zeros."""
-    spec = abstract(config, batch, slots, features, dtype, mesh)
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), spec)
-
-
 @jax.named_scope("commit")
 @shaped
 def commit(
@@ -161,13 +153,8 @@ def write(
         axis = cache.slot_axis(name)
 
         def one(r: Array, array: Array) -> Array:
-            place = [
-                rows[r],
-                *(
-                    starts[r] if i == axis else jnp.zeros_like(starts[r])
-                    for i in range(1, array.ndim)
-                ),
-            ]
+            place = [rows[r], *[jnp.zeros_like(starts[r])] * (array.ndim - 1)]
+            place[axis] = starts[r]
             return jax.lax.dynamic_update_slice(array, jax.lax.dynamic_index_in_dim(new, r), place)
 
         return jax.lax.fori_loop(0, rows.shape[0], one, array)
