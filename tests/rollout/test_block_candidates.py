@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.test_block_drafter import rolled
 
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.kernels.fused import Fused
@@ -25,8 +24,7 @@ STRATEGY = Strategy(3, 2, 11)
 def candidates(case: str, tokens, features, model: int):
     """All candidates of a greedy round after LENGTHS tokens, which the drafter has read in windows of 3."""
     mesh = meshes.make_mesh(1, model)
-    shared = jax.device_put(cases.shared(), jax.NamedSharding(mesh, jax.P()))
-    params, group = rolled(cases.params(case, mesh=mesh), cases.config(case), mesh, shared)
+    params, shared, group = cases.rolled(case, mesh)
     own = cases.config(case)
     target = bindings.bind_target(
         cases.policy(), Fused.of(group), "float64", own.captures, STRATEGY.path
