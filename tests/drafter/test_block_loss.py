@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +36,7 @@ def setting(recipe: Recipe):
 
 
 def score(target, logits, top, labels, odds, ids):
-    terms = partial(losses.block_terms, confidence=odds, is_part=ids is not None)
-    return losses.score(target, logits, top, labels, ids, terms)
+    return losses.score(target, logits, top, labels, ids, True, odds)
 
 
 def test_scores_worked_by_hand(x64):

@@ -142,7 +142,7 @@ def assert_same(one, other, **tolerance):
 
 
 def score(target, logits, top, ids=None):
-    return losses.score(target, logits, top, losses.label_of(top, ids), ids, losses.eagle_terms)
+    return losses.score(target, logits, top, losses.label_of(top, ids), ids)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

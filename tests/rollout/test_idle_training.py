@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -209,8 +208,7 @@ def test_the_merge_leaves_out_a_failed_group_and_has_the_others(caplog, monkeypa
 
 @pytest.mark.parametrize("tokens, share", [(512, 0.5), (2048, 1.0), (8192, 1.0)])
 def test_a_small_micro_step_has_a_smaller_learning_rate(tokens, share):
-    recipe = SimpleNamespace(adam=ADAM)
-    assert MicroStep(0, tokens, recipe).adam == replace(ADAM, learning_rate=share * 1e-2)
+    assert drafter_recipe.scaled(ADAM, tokens) == replace(ADAM, learning_rate=share * 1e-2)
 
 
 def test_while_training_is_paused_only_held_out_sequences_are_measured(setting):

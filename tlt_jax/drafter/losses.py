@@ -9,7 +9,6 @@ are all to be learned. Blocks are at anchors that are drawn among the answers' t
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -84,60 +83,33 @@ def eagle_loss(
         recipe.unroll, recipe.attention_block, recipe.mesh,
     )  # fmt: skip
     aligned = [jnp.roll(step, j + 1, axis=1) for j, step in enumerate(hidden)]
-    scores = step_scores(params, shared, batch.states, aligned, recipe)
-
-    total, metrics = jnp.zeros((), scores[0].acceptance.dtype), {}
-    for j, (predicted, score) in enumerate(zip(aligned, scores, strict=True)):
-        _, reaches = eagle.shift(batch.segments, batch.segments, j + 1)
-        known = batch.is_answer & jnp.roll(reaches, j + 1, axis=1)  # s - 1 - j is in s's segment
-        terms = {"token_loss": mean(score.terms["token_loss"], known & score.learns)}
-        step_loss = TOKEN_WEIGHT[kind] * terms["token_loss"]
-        if kind == "eagle":
-            terms["feature_loss"] = mean(smooth_l1(predicted, batch.states), known)
-            step_loss += terms["feature_loss"]
-        metrics |= (terms if j == 0 else {}) | at_depth(j, score, known)
-        total += DECAY**j * step_loss
-    return total, metrics
-
-
-@shaped
-def smooth_l1(predicted: Float[Array, "*A D"], target: Float[Array, "*A D"]) -> Float[Array, "*A"]:
-    """Huber loss with delta 1, mean over the width, in at least float32."""
-    wide = jnp.promote_types(predicted.dtype, jnp.float32)
-    return jnp.mean(optax.losses.huber_loss(predicted.astype(wide), target.astype(wide)), axis=-1)
-
-
-def step_scores(
-    params: DrafterParams,
-    shared: Shared,
-    states: Float[Array, "R T D"],
-    hidden: list[Float[Array, "R T Z"]],
-    recipe: Recipe,
-) -> list[Scores]:
-    """Scores [R, T] of every draft step, from the policy's states and the drafter's hidden states.
-
-    Computed in chunks of tokens, so that only one chunk's logits exist at a time; the policy's logits serve all steps.
-    """
-    head = PolicyHead.of(shared, params, recipe, states.dtype)
+    head = PolicyHead.of(shared, params, recipe, batch.states.dtype)
     draft = draft_logits(params, head, recipe)
 
     def one(states: Array, *hidden: Array) -> list[Scores]:
+        """The policy's logits serve all draft steps."""
         logits = head.logits(states)
         normalizer, top = sums(logits)
         target = logits if head.ids is None else head.drafted(states)
         target, labels = target - normalizer[..., None], label_of(top, head.ids)
-        return [
-            score(target, draft(state, None)[0], top, labels, head.ids, eagle_terms)
-            for state in hidden
-        ]
+        return [score(target, draft(state, None)[0], top, labels, head.ids) for state in hidden]
 
-    chunk = max(1, recipe.logits_chunk // (1 + len(hidden)))
-    return in_chunks(one, (states, *hidden), recipe.mesh, chunk)
-
-
-def eagle_terms(one: Compared, labels: Array) -> Metrics:
-    """`token_loss`: the cross-entropy to the policy over the draft vocabulary."""
-    return {"token_loss": -jnp.sum(jax.nn.softmax(one.target, axis=-1) * one.logprobs, axis=-1)}
+    chunk = max(1, recipe.logits_chunk // (1 + len(aligned)))
+    scores = in_chunks(one, (batch.states, *aligned), recipe.mesh, chunk)
+    total, metrics = jnp.zeros((), scores[0].acceptance.dtype), {}
+    for j, (predicted, scored) in enumerate(zip(aligned, scores, strict=True)):
+        _, reaches = eagle.shift(batch.segments, batch.segments, j + 1)
+        known = batch.is_answer & jnp.roll(reaches, j + 1, axis=1)  # s - 1 - j is in s's segment
+        terms = {"token_loss": mean(scored.terms["token_loss"], known & scored.learns)}
+        step_loss = TOKEN_WEIGHT[kind] * terms["token_loss"]
+        if kind == "eagle":
+            wide = jnp.promote_types(predicted.dtype, jnp.float32)
+            gap = optax.losses.huber_loss(predicted.astype(wide), batch.states.astype(wide))
+            terms["feature_loss"] = mean(jnp.mean(gap, axis=-1), known)
+            step_loss += terms["feature_loss"]
+        metrics |= (terms if j == 0 else {}) | at_depth(j, scored, known)
+        total += DECAY**j * step_loss
+    return total, metrics
 
 
 # Block drafters: every position of the blocks at drawn anchors
@@ -162,8 +134,31 @@ def block_loss(
         recipe.attention_block, recipe.mesh,
     )  # fmt: skip
     places = positions_of(anchors, batch, config.depth)
-    scores = block_scores(params, shared, batch, places, hidden, recipe)
+    head = PolicyHead.of(shared, params, recipe, hidden.dtype)
+    draft, last = draft_logits(params, head, recipe), batch.tokens.shape[1] - 1
 
+    def one(
+        states: Array, normalizer: Array, top: Array, labels: Array, hidden: Array, previous: Array
+    ) -> Scores:
+        target = head.drafted(states) - normalizer[..., None]
+        logits, confidence = draft(hidden, previous)
+        return score(target, logits, top, labels, head.ids, True, confidence)
+
+    # The policy's logits are computed once for each token of the rows; several positions may predict it.
+    normalizer, top = in_chunks(
+        lambda states: sums(head.logits(states)), (batch.states,), recipe.mesh, recipe.logits_chunk
+    )
+    policy = (look_up(array, places.at) for array in (batch.states, normalizer, top))
+    after = label_of(look_up(batch.tokens, jnp.minimum(places.at + 1, last)), head.ids)
+    labels = jnp.where(places.has_next, after, -1)
+    previous = look_up(batch.tokens, places.at)
+    previous = block_drafter.markov_embedding(params, previous, hidden.dtype)
+    rows = tuple(
+        array.reshape(len(array), hidden.shape[1] * config.depth, *array.shape[3:])
+        for array in (*policy, labels, hidden, previous)
+    )
+    scores = in_chunks(one, rows, recipe.mesh, max(1, recipe.logits_chunk // 2))
+    scores = jax.tree.map(lambda array: array.reshape(places.at.shape), scores)
     counts, weights = places.counts, jnp.exp(-jnp.arange(config.depth) / GAMMA)
     learns = {"token_loss": counts & scores.learns}
     metrics = {
@@ -231,89 +226,16 @@ def look_up(rows: Array, at: Int[Array, "R A J"]) -> Array:
     return jax.vmap(lambda row, places: row[places])(rows, at)
 
 
-def block_scores(
-    params: DrafterParams,
-    shared: Shared,
-    batch: PackedRows,
-    places: BlockPositions,
-    hidden: Float[Array, "R A P Z"],
-    recipe: Recipe,
-) -> Scores:
-    """Scores [R, A, P] of every position, from the drafter's hidden states.
-
-    Computed in chunks of positions, so that only one chunk's logits exist at a time. The policy's logits of all tokens are
-    computed once for each token of the rows; several positions may predict it.
-    """
-    head = PolicyHead.of(shared, params, recipe, hidden.dtype)
-    draft, last = draft_logits(params, head, recipe), batch.tokens.shape[1] - 1
-
-    def one(
-        states: Array, normalizer: Array, top: Array, labels: Array, hidden: Array, previous: Array
-    ) -> Scores:
-        target = head.drafted(states) - normalizer[..., None]
-        logits, confidence = draft(hidden, previous)
-        terms = partial(block_terms, confidence=confidence, is_part=head.ids is not None)
-        return score(target, logits, top, labels, head.ids, terms)
-
-    def of_token(states: Array) -> tuple[Array, Array]:
-        return sums(head.logits(states))
-
-    normalizer, top = in_chunks(of_token, (batch.states,), recipe.mesh, recipe.logits_chunk)
-    policy = (look_up(array, places.at) for array in (batch.states, normalizer, top))
-    after = label_of(look_up(batch.tokens, jnp.minimum(places.at + 1, last)), head.ids)
-    labels = jnp.where(places.has_next, after, -1)
-    previous = look_up(batch.tokens, places.at)
-    previous = block_drafter.markov_embedding(params, previous, hidden.dtype)
-
-    def flat(array: Array) -> Array:
-        R, A, P = array.shape[:3]
-        return array.reshape(R, A * P, *array.shape[3:])
-
-    rows = tuple(flat(array) for array in (*policy, labels, hidden, previous))
-    found = in_chunks(one, rows, recipe.mesh, max(1, recipe.logits_chunk // 2))
-    return jax.tree.map(lambda array: array.reshape(places.at.shape), found)
-
-
-def block_terms(one: Compared, labels: Array, confidence: Array | None, is_part: bool) -> Metrics:
-    """`token_loss`: the cross-entropy of the labels. `variation`: the L1 distance of drafter and policy over all tokens.
-
-    `confidence_loss`: of the log-odds `confidence` (None: no such head), to the acceptance, which gets no gradient from it.
-    """
-    ids = jax.lax.broadcasted_iota(labels.dtype, one.logprobs.shape, one.logprobs.ndim - 1)
-    token_loss = -jnp.sum(jnp.where(ids == labels[..., None], one.logprobs, 0), axis=-1)
-    # The policy's probability of tokens outside the draft vocabulary, which the drafter gives 0, is part of the distance.
-    variation = jnp.sum(jnp.abs(one.q - one.p), axis=-1)
-    if is_part:
-        variation += jnp.maximum(1 - jnp.sum(one.p, axis=-1), 0)
-    terms = {"token_loss": token_loss, "variation": variation}
-    if confidence is None:
-        return terms
-    wanted = jax.lax.stop_gradient(one.acceptance)
-    return terms | {"confidence_loss": optax.sigmoid_binary_cross_entropy(confidence, wanted)}
-
-
 # The scorer
-
-
-class Compared(NamedTuple):
-    """The policy and a draft at each position, over the draft vocabulary: `target` and `logprobs`, their exponentials p and q.
-
-    `acceptance`: sum of min(p, q), the acceptance probability of speculative sampling (arXiv 2211.17192).
-    """
-
-    target: Float[Array, "*A U"]
-    logprobs: Float[Array, "*A U"]
-    p: Float[Array, "*A U"]
-    q: Float[Array, "*A U"]
-    acceptance: Float[Array, "*A"]
 
 
 @struct.dataclass
 class Scores:
     """How well a draft predicts the token after each position.
 
-    `agrees`: drafter and policy have the same most likely token. `acceptance`: as of Compared. `learns`: whether the draft
-    vocabulary has the token to be learned. `terms`: losses by name.
+    `agrees`: drafter and policy have the same most likely token. `acceptance`: sum of min(p, q), the acceptance probability
+    of speculative sampling (arXiv 2211.17192). `learns`: whether the draft vocabulary has the token to be learned. `terms`:
+    losses by name.
     """
 
     agrees: Bool[Array, "*A"]
@@ -329,20 +251,36 @@ def score(
     top: Int[Array, "*A"],
     labels: Int[Array, "*A"],
     ids: Int32[Array, " U"] | None,
-    terms: Callable[[Compared, Array], dict[str, Array]],
+    is_block: bool = False,
+    confidence: Float[Array, "*A"] | None = None,
 ) -> Scores:
     """Scores of draft logits against the policy's log-probs `target` of the same tokens.
 
     `top`: the policy's most likely token of all. `labels`: the index among the U of the token to be learned, -1: none.
-    `ids`: the tokens of the draft vocabulary; None: all.
+    `ids`: the tokens of the draft vocabulary; None: all. `token_loss` is the cross-entropy to the policy over the draft
+    vocabulary; of a block drafter that of the labels, with `variation`, the L1 distance of drafter and policy over all
+    tokens, and `confidence_loss`, the cross-entropy of the log-odds `confidence` (None: no such head) to the acceptance,
+    which gets no gradient from it.
     """
-    drafted = jax.nn.log_softmax(logits, axis=-1)
-    p, q = jnp.exp(target), jnp.exp(drafted)
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    p, q = jnp.exp(target), jnp.exp(logprobs)
     acceptance = jnp.sum(jnp.minimum(p, q), axis=-1)
     guess = jnp.argmax(logits, axis=-1)
     agrees = (guess if ids is None else ids[guess]) == top
-    found = terms(Compared(target, drafted, p, q, acceptance), labels)
-    return Scores(agrees, acceptance, labels >= 0, found)
+    if not is_block:
+        token_loss = -jnp.sum(jax.nn.softmax(target, axis=-1) * logprobs, axis=-1)
+        return Scores(agrees, acceptance, labels >= 0, {"token_loss": token_loss})
+    index = jax.lax.broadcasted_iota(labels.dtype, logprobs.shape, logprobs.ndim - 1)
+    token_loss = -jnp.sum(jnp.where(index == labels[..., None], logprobs, 0), axis=-1)
+    # The policy's probability of tokens outside the draft vocabulary, which the drafter gives 0, is part of the distance.
+    variation = jnp.sum(jnp.abs(q - p), axis=-1)
+    if ids is not None:
+        variation += jnp.maximum(1 - jnp.sum(p, axis=-1), 0)
+    terms = {"token_loss": token_loss, "variation": variation}
+    if confidence is not None:
+        wanted = jax.lax.stop_gradient(acceptance)
+        terms["confidence_loss"] = optax.sigmoid_binary_cross_entropy(confidence, wanted)
+    return Scores(agrees, acceptance, labels >= 0, terms)
 
 
 @shaped

@@ -27,7 +27,6 @@ from tlt_jax.drafter.recipe import DrafterState, Recipe, abstract_state, scaled
 from tlt_jax.models import drafter as drafters, transformer
 from tlt_jax.models.architecture import Params
 from tlt_jax.models.drafter import DrafterParams
-from tlt_jax.optimizer import Adam
 from tlt_jax.rollout.executables.programs import GroupShapes, Program, StateShape
 
 
@@ -199,19 +198,15 @@ class MicroStep:
 
     def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
         copy = abstract_copies(self.recipe, shapes.mesh)
+        adam = scaled(self.recipe.adam, self.tokens)
         placed = jax.tree.map(lambda leaf: leaf.sharding, copy)
         program = jax.jit(
-            partial(micro_step, recipe=replace(self.recipe, mesh=shapes.mesh, adam=self.adam)),
+            partial(micro_step, recipe=replace(self.recipe, mesh=shapes.mesh, adam=adam)),
             donate_argnums=0,
             out_shardings=(placed, shapes.replicated),
         )
         learns = jax.ShapeDtypeStruct((), jnp.bool_, sharding=shapes.replicated)
         return program.lower(copy, shapes.target.params, self.batch(shapes), learns)
-
-    @property
-    def adam(self) -> Adam:
-        """The recipe's optimizer, for a batch of this size."""
-        return scaled(self.recipe.adam, self.tokens)
 
     def batch(self, shapes: GroupShapes) -> PackedRows:
         """ShapeDtypeStructs with shardings of a batch; features are sharded as in the decoding state."""
