@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 import pytest
-from training_runs import KNOBS, TASK
+from training_runs import KNOBS, TASK, built
 
-from tlt_jax.config import Config, load as configuration
 from tlt_jax.data import tasks
+from tlt_jax.train import policy_update
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +26,15 @@ def shared(tmp_path_factory):
 def configure(shared):
     """configure(run folder, {knob: value}) -> the toy configuration: generated problems, no export."""
 
-    def make(run: Path, knobs: dict | None = None) -> Config:
-        values = (
-            KNOBS
-            | {
-                "run": run,
-                "rollout.compile_cache": os.environ["TLT_JAX_TEST_PROGRAMS"],
-                "checkpoint.export": False,
-            }
-            | (knobs or {})
-        )
-        pairs = [(name, value if isinstance(value, str) else json.dumps(value, default=str).strip('"'))
-                 for name, value in values.items()]  # fmt: skip
-        return configuration.build({}, pairs)
+    return lambda run, knobs=None: built(
+        KNOBS | {"run": run, "checkpoint.export": False} | (knobs or {})
+    )
 
-    return make
+
+@pytest.fixture
+def shallow(monkeypatch):
+    """A policy without layers, whose programs compile at once."""
+    monkeypatch.setattr(policy_update, "states", lambda params, rows, _: params.embed[rows.tokens])
+    policy_update.programs.cache_clear()
+    yield
+    policy_update.programs.cache_clear()

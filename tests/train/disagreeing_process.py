@@ -5,33 +5,18 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import contextmanager
 from dataclasses import replace
 
-from tlt_jax import cli
-from tlt_jax.train import __main__ as command
+from jobs import command
 
 
-def main() -> int:
-    """The command, with the clocks of this process."""
-    prepared = cli.prepared
-
-    @contextmanager
-    def with_clocks(*arguments, **named):
-        with prepared(*arguments, **named):  # JAX may be imported from here on
-            disagree(int(os.environ["JAX_PROCESS_ID"]))
-            yield
-
-    cli.prepared = with_clocks
-    return command.main()
-
-
-def disagree(index: int) -> None:
+def disagree() -> None:
     """By the clocks of the first process, even this short run trains its drafter under drafter_training.share auto."""
     from tlt_jax.drafter import investment
     from tlt_jax.rollout import learned_drafter
     from tlt_jax.rollout.executables.compilation import CompileCosts
 
+    index = int(os.environ["JAX_PROCESS_ID"])
     investment.LONG, investment.CHANCE = 0.6, 1e3
     seconds, compile_cost = 4.0 * (1 + index), 0.01 + 3.0 * index
     worth = 0.0 if index else 1e9
@@ -41,4 +26,4 @@ def disagree(index: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(disagree))

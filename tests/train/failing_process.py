@@ -9,40 +9,27 @@ from __future__ import annotations
 import os
 import sys
 import time
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from tlt_jax import cli
+from jobs import command
+
 from tlt_jax.distributed import job
-from tlt_jax.train import __main__ as command
 
 REASON = "the card has fallen off the bus"
 
 
-def main() -> int:
-    """The command, with the failure planted if this is process FAILS_AS."""
-    prepared = cli.prepared
-    job.ANSWER_S = float(os.environ.get("ANSWER_S", job.ANSWER_S))
-
-    @contextmanager
-    def with_failure(*arguments, **named):
-        with prepared(*arguments, **named):  # JAX may be imported from here on
-            if os.environ["JAX_PROCESS_ID"] == os.environ.get("FAILS_AS"):
-                break_down(os.environ["FAILS_IN"], int(os.environ["FAILS_NTH"]))
-            yield
-
-    cli.prepared = with_failure
-    return command.main()
-
-
-def break_down(phase: str, nth: int) -> None:
-    """Makes the phase raise: a rollout while answers arrive, every other phase at its start."""
+def break_down() -> None:
+    """Makes the phase raise in this process if it is the one: a rollout while answers arrive, others at their start."""
     from tlt_jax.checkpoint import index
     from tlt_jax.data import dataset as datasets
     from tlt_jax.distributed.watch import Watch
     from tlt_jax.train import evaluation
 
+    job.ANSWER_S = float(os.environ.get("ANSWER_S", job.ANSWER_S))
+    if os.environ["JAX_PROCESS_ID"] != os.environ.get("FAILS_AS"):
+        return
+    phase, nth = os.environ["FAILS_IN"], int(os.environ["FAILS_NTH"])
     alive, submit, begun = Watch.alive, evaluation.submit, []
 
     def fail() -> None:
@@ -79,4 +66,4 @@ def damaged(read, step: int, folder: Path, targets):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(break_down))

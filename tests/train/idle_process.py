@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
 from functools import partialmethod
 
 import pytest
-
-from tlt_jax import cli
-from tlt_jax.train import __main__ as command
+from jobs import command
 
 LEAST = 3  # micro-steps of every group in a step
 
@@ -33,19 +30,5 @@ def groups_train(patch: pytest.MonkeyPatch, least: int = LEAST) -> None:
     patch.setattr(DrafterLearning, "may_pay", lambda *_: True)
 
 
-def main() -> int:
-    """The command."""
-    prepared = cli.prepared
-
-    @contextmanager
-    def trained(*arguments, **named):
-        with prepared(*arguments, **named):  # JAX may be imported from here on
-            groups_train(pytest.MonkeyPatch())
-            yield
-
-    cli.prepared = trained
-    return command.main()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(lambda: groups_train(pytest.MonkeyPatch())))

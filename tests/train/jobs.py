@@ -9,9 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
+from tlt_jax import cli
 from tlt_jax.config import Config, load as configuration
+from tlt_jax.train import __main__ as train
 
 LAUNCHER = Path(__file__).parents[2] / "launch" / "local.sh"
 # Nobody waits so long, but on a machine with much else to do.
@@ -110,6 +113,20 @@ class Job:
                 if f"JAX_PROCESS_ID={index}".encode() in environment:
                     return int(folder.name)
         raise AssertionError(f"process {index} is not running: {self.all_said}")
+
+
+def command(plant: Callable[[], None]) -> int:
+    """`python -m tlt_jax.train`, with what `plant` changes once JAX may be imported; the exit code."""
+    prepared = cli.prepared
+
+    @contextmanager
+    def changed(*arguments, **named):
+        with prepared(*arguments, **named):
+            plant()
+            yield
+
+    cli.prepared = changed
+    return train.main()
 
 
 def address(shared: str, processes: int, index: int) -> dict[str, str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from training_runs import SIZES, TASK, built
 
 from tlt_jax import cli
-from tlt_jax.config import Config, load as configuration
+from tlt_jax.config import Config
 from tlt_jax.data.packing import PackedRows
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.recorder import RolloutResult
@@ -23,17 +22,13 @@ from tlt_jax.train import loop, policy_update
 from tlt_jax.train.policy_update import PolicyState
 
 TINY = {
-    "model.init": {
-        "model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "intermediate_size": 16, "max_position_embeddings": 64,
-    },
-    "data.task_args": {"min_length": 3, "max_length": 4, "modulus": 5},
+    "model.init": SIZES,
+    "data.task_args": TASK,
     "data.max_prompt_tokens": 8,
     "speculation.drafter": "none",
     "checkpoint.every": 0,
     "checkpoint.export": False,
     "sft.cache": "off",
-    "rollout.compile_cache": os.environ["TLT_JAX_TEST_PROGRAMS"],
 }  # fmt: skip
 
 
@@ -86,10 +81,7 @@ class Run:
 
 def configure(run: Path, knobs: dict[str, Any]) -> Config:
     """The configuration of a tiny run with these knobs."""
-    values = TINY | {"run": str(run)} | knobs
-    pairs = [(name, value if isinstance(value, str) else json.dumps(value))
-             for name, value in values.items()]  # fmt: skip
-    return configuration.build({}, pairs)
+    return built(TINY | {"run": run} | knobs)
 
 
 def copied(tree: Any) -> Any:

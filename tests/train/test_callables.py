@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import toy_rewards
 from objectives import algorithm
+from training_runs import SIZES
 
 import tlt_jax
 from tlt_jax import cli, run_folder
@@ -27,10 +28,7 @@ from tlt_jax.tuner.baselines import fixed
 
 ROOT = Path(tlt_jax.__file__).parents[1]
 TINY = {
-    "model.init": {
-        "model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "intermediate_size": 16, "max_position_embeddings": 64,
-    },
+    "model.init": SIZES,
     "mesh.data": 1, "mesh.fake_devices": 0, "data.eval_size": 2, "data.max_prompt_tokens": 16, "sft.steps": 0,
     "rollout.prompts": 2, "rollout.samples": 2, "rollout.max_new_tokens": 8, "train.steps": 1, "eval.every": 0,
     "checkpoint.every": 1, "checkpoint.export": False, "speculation.drafter": "ngram",

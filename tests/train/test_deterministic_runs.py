@@ -7,12 +7,9 @@ import random
 import time
 from pathlib import Path
 
-import pytest
-from pairwise import marked
 from training_runs import resumed
 
 from tlt_jax import cli
-from tlt_jax.config import Config
 from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.scheduler import group
 from tlt_jax.train import loop
@@ -36,11 +33,9 @@ BFLOAT16 = {
 }  # fmt: skip
 
 
-DRAFTERS = {
-    "ngram": {"speculation.strategies": ["2_2_4", "3_1_4"]},
-    "adaptive": {
-        "speculation.strategies": ["2_2_4"], "idle_training.learning_rate": 0.01, "drafter_training.share": 1.0,
-    },
+ADAPTIVE = {
+    "speculation.drafter": "adaptive", "speculation.strategies": ["2_2_4"], "idle_training.learning_rate": 0.01,
+    "drafter_training.share": 1.0,
 }  # fmt: skip
 
 
@@ -67,39 +62,14 @@ def chunks(config) -> list[tuple]:
     return sorted(tuple(str(line[field]) for field in fields) for line in lines)
 
 
-@pytest.fixture(scope="module")
-def undelayed(configure, shared):
-    """undelayed(drafter) -> the configuration of a finished run on a few problems, repeated many times, which is run once."""
-    done: dict[str, Config] = {}
-
-    def make(drafter: str) -> Config:
-        if drafter not in done:
-            data = {"data.train": shared / "rows.jsonl", "model.tokenizer": shared / "tokenizer"}
-            config = configure(
-                shared / drafter,
-                BFLOAT16 | DRAFTERS[drafter] | data | {"speculation.drafter": drafter},
-            )
-            assert loop.train(config) == cli.DONE
-            done[drafter] = config
-        return done[drafter]
-
-    return make
-
-
-@pytest.mark.parametrize(
-    ("drafter", "step"),
-    marked([
-        *((("adaptive", step), step == 1) for step in (0, 1, 2)),
-        *((("ngram", step), False) for step in (0, 1, 2)),
-    ]),
-)  # fmt: skip
 def test_a_run_repeats_and_resumes_bit_for_bit_whatever_delays_it(
-    undelayed, tmp_path, monkeypatch, drafter, step
+    configure, shared, tmp_path, monkeypatch
 ):
-    """`adaptive` drafts with n-grams, too, and learns without a clock."""
+    """On a few problems, repeated many times. It drafts with n-grams, too, and learns without a clock."""
     monkeypatch.setattr(learned_drafter, "DETERMINISTIC_GAIN", -10.0)  # drafts once it is measured
-    whole = undelayed(drafter)
-    used = {chunk[1].partition(":")[0] for chunk in chunks(whole)}
-    assert drafter == "ngram" or used & {"learned", "merged"}
-    delay(monkeypatch, step + 1)
-    assert chunks(resumed(whole, tmp_path / "run", step)) == chunks(whole)
+    data = {"data.train": shared / "rows.jsonl", "model.tokenizer": shared / "tokenizer"}
+    whole = configure(tmp_path / "whole", BFLOAT16 | ADAPTIVE | data)
+    assert loop.train(whole) == cli.DONE
+    assert {chunk[1].partition(":")[0] for chunk in chunks(whole)} & {"learned", "merged"}
+    delay(monkeypatch, seed=2)
+    assert chunks(resumed(whole, tmp_path / "run", 1)) == chunks(whole)

@@ -21,6 +21,7 @@ from tlt_jax.distributed.process import COUNT
 from tlt_jax.errors import ConfigError, DataError, UserError
 from tlt_jax.models import architecture, hf
 from tlt_jax.models.architecture import ModelConfig
+from tlt_jax.rollout import learned_drafter
 
 ROOT = Path(tlt_jax.__file__).parents[1]
 MODEL = ModelConfig(
@@ -59,62 +60,54 @@ def plain():
     return found
 
 
-def test_the_loop_of_the_example_has_the_same_tokens_with_and_without_drafts():
+@pytest.fixture(scope="module")
+def engine():
+    """An engine on two data groups, whose drafter learns. A test leaves the weights of seed 0 in it."""
+    knobs = {"mesh__data": 2, "rollout__slots": 2, "idle_training__learning_rate": 0.02}
+    with opened(**knobs) as engine:
+        yield engine
+
+
+def test_the_loop_of_the_example_trains_and_drafts():
     train = runpy.run_path(str(ROOT / "examples" / "reinforce.py"))["train"]
-    knobs = {"rollout.compile_cache": KNOBS["rollout.compile_cache"]}
-    drafts = {"speculation.tuner": "fixed", "speculation.strategies": ["3_2_4"]}
-    without = [*train("none", 3, knobs)]
-    speculative = [*train("adaptive", 3, knobs | drafts)]
-    for one, other in zip(without, speculative, strict=True):
-        assert one[:2] == other[:2], "tokens and rewards"
-        assert one[2] == 0 < 1 < other[2]
-    assert without[0] != without[-1] and len((ROOT / "examples/reinforce.py").read_text()) < 5000
+    knobs = {"rollout.compile_cache": KNOBS["rollout.compile_cache"], "speculation.tuner": "fixed"}
+    first, last = train("adaptive", 2, knobs | {"speculation.strategies": ["3_2_4"]})
+    assert first[0] != last[0] and min(first[2], last[2]) > 1, "tokens, accept length"
+    assert len((ROOT / "examples/reinforce.py").read_text()) < 5000
 
 
-def test_answers_are_those_of_the_weights_whatever_drafts_and_on_any_mesh(plain):
-    with opened(mesh__data=2) as engine:
-        first = engine.generate(PROMPTS)
-        assert tokens(first) == plain[0, 0] and first.accept_length > 1
-        assert [(one.prompt, one.sample) for one in first] == [
-            (i, j) for i in range(4) for j in range(2)
-        ]
-        for one in first:
-            assert one.prompt_tokens.tolist() == PROMPTS[one.prompt] and one.text is None
-            assert one.tokens.dtype == np.int32 and one.logprobs.shape == one.tokens.shape
-            assert (one.logprobs <= 0).all() and one.finish in ("stop", "length")
-        assert first.num_tokens == sum(map(len, plain[0, 0])) >= first.speculated_tokens > 0
-        assert tokens(engine.generate(PROMPTS)) == plain[0, 1] != plain[0, 0], "the second call"
-        assert tokens(engine.generate(PROMPTS, call=0)) == plain[0, 0]
-        short = engine.generate(PROMPTS, 0, samples=1, max_new_tokens=3)
-        assert tokens(short)[0] == plain[0, 0][0][:3] and len(short) == 4
+def test_answers_are_those_of_the_weights_whatever_drafts_and_on_any_mesh(plain, engine):
+    first = engine.generate(PROMPTS, 0)
+    assert tokens(first) == plain[0, 0] and first.accept_length > 1
+    assert [(one.prompt, one.sample) for one in first] == [
+        (i, j) for i in range(4) for j in range(2)
+    ]
+    for one in first:
+        assert one.prompt_tokens.tolist() == PROMPTS[one.prompt] and one.text is None
+        assert one.tokens.dtype == np.int32 and one.logprobs.shape == one.tokens.shape
+        assert (one.logprobs <= 0).all() and one.finish in ("stop", "length")
+    assert first.num_tokens == sum(map(len, plain[0, 0])) >= first.speculated_tokens > 0
+    short = engine.generate(PROMPTS, 0, samples=1, max_new_tokens=3)
+    assert tokens(short)[0] == plain[0, 0][0][:3] and len(short) == 4
 
 
-@pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.matrix), 2])
-def test_the_kept_prompts_are_the_first_whose_answers_score_differently(plain, groups):
+def test_the_kept_prompts_are_the_first_whose_answers_score_differently(plain, engine):
     def score(answer) -> float:
         return float(answer.tokens.sum() % 2)
 
     kept = set()
-    with opened(mesh__data=groups, rollout__slots=2) as engine:
-        for call in (0, 1):
-            everything = [plain[0, call][2 * prompt : 2 * prompt + 2] for prompt in range(4)]
-            scores = np.array([[sum(one) % 2 for one in answers] for answers in everything])
-            counting = np.flatnonzero(scores[:, 0] != scores[:, 1])[:2]
-            others = np.flatnonzero(scores[:, 0] == scores[:, 1])[: 2 - len(counting)]
-            expected = sorted([*counting, *others])
-            answers = engine.generate(PROMPTS, call, keep=2, score=score)
-            assert [(one.prompt, one.sample) for one in answers] == [
-                (prompt, sample) for prompt in expected for sample in range(2)
-            ]
-            assert tokens(answers) == [one for prompt in expected for one in everything[prompt]]
-            kept.add(tuple(expected))
-        for arguments, part in (
-            ({"keep": 2}, "keep without score: give both"),
-            ({"score": score}, "score without keep: give both"),
-            ({"keep": 5, "score": score}, "keep 5: give a whole number from 1 to 4"),
-        ):
-            with pytest.raises(ConfigError, match=part):
-                engine.generate(PROMPTS, **arguments)
+    for call in (0, 1):
+        everything = [plain[0, call][2 * prompt : 2 * prompt + 2] for prompt in range(4)]
+        scores = np.array([[sum(one) % 2 for one in answers] for answers in everything])
+        counting = np.flatnonzero(scores[:, 0] != scores[:, 1])[:2]
+        others = np.flatnonzero(scores[:, 0] == scores[:, 1])[: 2 - len(counting)]
+        expected = sorted([*counting, *others])
+        answers = engine.generate(PROMPTS, call, keep=2, score=score)
+        assert [(one.prompt, one.sample) for one in answers] == [
+            (prompt, sample) for prompt in expected for sample in range(2)
+        ]
+        assert tokens(answers) == [one for prompt in expected for one in everything[prompt]]
+        kept.add(tuple(expected))
     assert kept != {(0, 1)}, "some prompt was replaced"
 
 
@@ -128,61 +121,55 @@ def fails(_):
 
 SCORES = [
     (lambda engine: lambda one: None, "gave NoneType, not a number"),
-    (lambda engine: lambda one: "0.5", "gave str, not a number"),
     (lambda engine: lambda one: np.ones(2), "gave ndarray, not a number"),
     (lambda engine: lambda one: 10**400, "gave int, not a number"),
     (lambda engine: lambda one: float("nan") if one.prompt == 1 else 0, "prompt 1, gave nan: scores are"),
     (lambda engine: lambda one: len(engine.generate(PROMPTS)), "score calls the engine that waits for it"),
-    (lambda engine: lambda one: len(engine.learn([one])), "score calls the engine that waits for it"),
     (lambda engine: lambda one: engine.update_weights(engine.params), "score calls the engine that waits"),
     (lambda engine: lambda one: engine.close(), "score calls the engine that waits for it"),
     (lambda engine: fails, "here"),
 ]  # fmt: skip
 
 
-def test_a_score_that_is_no_number_is_named_and_the_engine_goes_on(plain):
-    with opened(mesh__data=2, rollout__slots=2) as engine:
-        for score, message in SCORES:
-            with pytest.raises(Own if score(engine) is fails else UserError) as error:
-                engine.generate(PROMPTS, 0, keep=2, score=score(engine))
-            assert message in str(error.value) and "\n" not in str(error.value)
-            assert tokens(engine.generate(PROMPTS, np.int64(1))) == plain[0, 1]
-        for number in (np.float32, np.int64, bool, jax.numpy.asarray):  # as a reward's
-            answers = engine.generate(PROMPTS, 0, keep=4, score=lambda one, to=number: to(1))
-            assert tokens(answers) == plain[0, 0]
+def test_a_score_that_is_no_number_is_named_and_the_engine_goes_on(plain, engine):
+    for score, message in SCORES:
+        with pytest.raises(Own if score(engine) is fails else UserError) as error:
+            engine.generate(PROMPTS, 0, keep=2, score=score(engine))
+        assert message in str(error.value) and "\n" not in str(error.value)
+    assert tokens(engine.generate(PROMPTS, np.int64(1))) == plain[0, 1]
+    kinds = np.float32, np.int64, bool, jax.numpy.asarray  # as a reward's
+    answers = engine.generate(PROMPTS, 0, keep=4, score=lambda one: kinds[one.prompt](1))
+    assert tokens(answers) == plain[0, 0]
 
 
-def test_new_weights_answer_as_in_a_new_engine(plain):
+def test_new_weights_answer_as_in_a_new_engine(plain, engine):
     """Those of another mesh, of NumPy, and of the engine's own mesh."""
-    with opened(mesh__data=2) as engine:
-        engine.update_weights(weights(1))
-        assert tokens(engine.generate(PROMPTS, 0)) == plain[1, 0] != plain[0, 0]
-        engine.update_weights(jax.tree.map(np.asarray, weights(0)))
-        assert tokens(engine.generate(PROMPTS, 0)) == plain[0, 0]
-        engine.update_weights(engine.params)
-        assert tokens(engine.generate(PROMPTS, 0)) == plain[0, 0]
+    engine.update_weights(weights(1))
+    assert tokens(engine.generate(PROMPTS, 0)) == plain[1, 0] != plain[0, 0]
+    engine.update_weights(jax.tree.map(np.asarray, weights(0)))
+    assert tokens(engine.generate(PROMPTS, 0)) == plain[0, 0]
+    engine.update_weights(engine.params)
+    assert tokens(engine.generate(PROMPTS, 0)) == plain[0, 0]
 
 
-def test_a_drafter_learns_from_the_answers_and_more_of_its_drafts_are_accepted(plain, tmp_path):
-    with opened(mesh__data=2, idle_training__learning_rate=0.02) as engine:
-        before = engine.generate(PROMPTS, 0)
-        lessons = [engine.learn(before, passes=10)["drafter/acceptance@1"] for _ in range(4)]
-        after = engine.generate(PROMPTS, 0)
-        assert lessons[-1] > lessons[0] + 0.05, lessons
-        assert tokens(after) == tokens(before) == plain[0, 0]
-        assert after.accept_length > before.accept_length + 0.1
-        engine.save_drafter(tmp_path / "drafter")
-    with opened(
-        speculation__drafter=tmp_path / "drafter", speculation__strategies=["2_1_3"]
-    ) as engine:
-        again = engine.generate(PROMPTS, 0)
+def test_a_drafter_learns_from_the_answers_and_more_of_its_drafts_are_accepted(
+    plain, engine, tmp_path
+):
+    before = engine.generate(PROMPTS, 0)
+    lessons = [engine.learn(before, passes=10)["drafter/acceptance@1"] for _ in range(4)]
+    after = engine.generate(PROMPTS, 0)
+    assert lessons[-1] > lessons[0] + 0.05, lessons
+    assert tokens(after) == tokens(before) == plain[0, 0]
+    assert after.accept_length > before.accept_length + 0.1
+    engine.save_drafter(tmp_path / "drafter")
+    knobs = {"speculation__drafter": tmp_path / "drafter", "speculation__strategies": ["2_1_3"]}
+    with opened(**knobs) as other:
+        again = other.generate(PROMPTS, 0)
         assert tokens(again) == plain[0, 0]
         assert again.accept_length == pytest.approx(after.accept_length)
 
 
 def test_a_drafter_is_used_once_that_pays(plain, monkeypatch):
-    from tlt_jax.rollout import learned_drafter
-
     gain = iter([0.0, 5.0])
     monkeypatch.setattr(learned_drafter, "payback", lambda *_: (next(gain), 1.0))
     with opened(speculation__tuner="goodput") as engine:
@@ -247,19 +234,15 @@ MISTAKES = [
     (lambda engine: engine.generate(["1 2"]), "prompt 0: the model directory has no tokenizer"),
     (lambda engine: engine.generate([[1.5]]), "prompt 0: [1.5] are no token ids"),
     (lambda engine: engine.generate([[1], [2, 2**40]]), "prompt 1: [1099511627776] are no token ids"),
-    (lambda engine: engine.generate([[True]]), "prompt 0: [True] are no token ids"),
     (lambda engine: engine.generate([[None, 1]]), "prompt 0: [None] are no token ids"),
-    (lambda engine: engine.generate([None]), "prompt 0: None are no token ids"),
-    (lambda engine: engine.generate([b"12"]), "prompt 0: b'12' are no token ids"),
-    (lambda engine: engine.generate(np.array([1, 2])), "prompt 0: np.int64(1) are no token ids"),
     (lambda engine: engine.generate(np.ones((1, 2, 2), int)), "are no token ids"),
     (lambda engine: engine.generate([[99]]), "prompt token 99 is outside the vocabulary of 37"),
     (lambda engine: engine.generate(PROMPTS, -1), "call -1: give a whole number from 0 to 4294967295"),
-    (lambda engine: engine.generate(PROMPTS, 2**40), "call 1099511627776: give a whole number"),
-    (lambda engine: engine.generate(PROMPTS, 1.0), "call 1.0: give a whole number"),
     (lambda engine: engine.generate(PROMPTS, True), "call True: give a whole number"),
     (lambda engine: engine.generate(PROMPTS, keep=2.0, score=len), "keep 2.0: give a whole number from 1 to 4"),
     (lambda engine: engine.generate(PROMPTS, keep=2, score=1), "score is a int: give a function"),
+    (lambda engine: engine.generate(PROMPTS, keep=2), "keep without score: give both"),
+    (lambda engine: engine.generate(PROMPTS, score=len), "score without keep: give both"),
     (lambda engine: engine.learn(engine.generate(PROMPTS, samples=1), "2"), "passes '2': give a whole number"),
     (lambda engine: engine.generate(PROMPTS, stop=["x"]), "generate has no option 'stop'"),
     (lambda engine: engine.generate(PROMPTS, temperature=-1), "rollout.temperature -1.0 is too small"),
@@ -281,8 +264,9 @@ def donated(params):
     return params
 
 
-def test_a_mistake_is_one_line():
+def test_calls_are_counted_and_a_mistake_is_one_line(plain):
     with opened() as engine:
+        assert [tokens(engine.generate(PROMPTS)) for _ in range(2)] == [plain[0, 0], plain[0, 1]]
         for mistake, message in MISTAKES:
             with pytest.raises((ConfigError, DataError)) as error:
                 mistake(engine)

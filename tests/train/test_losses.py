@@ -130,14 +130,16 @@ def test_clipped_loss_is_that_worked_by_hand_and_clipped_tokens_have_no_gradient
 
 
 @pytest.mark.parametrize("limits", [(0.0, 0.0), (0.0, 0.2), (0.2, 0.0), (0.0, 0.0, 3.0)])
-@pytest.mark.parametrize("name", ["ppo", "gspo"])
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
 def test_at_ratio_1_the_gradient_is_that_of_reinforce_whatever_the_limits(name, limits):
     """A limit of 0 puts the bound on the ratio: there a token is not clipped, as in torch (clamp 1, halves of minimum)."""
     one, advantages = np.full((1, 4), 0.1), np.array([[1.0, -1.0, 2.5, -0.3]])
     given = rows_of(one, one, advantages)
+    limits = limits[:2] if name == "cispo" else limits
     found, gradient = value_and_slope(lambda new: losses.BUILT_IN[name](new, *limits), given)
     np.testing.assert_array_equal(gradient, -given.advantages)
-    np.testing.assert_array_equal(found.loss, -given.advantages)
+    if name != "cispo":
+        np.testing.assert_array_equal(found.loss, -given.advantages)
     assert not (found.clipped_low | found.clipped_high).any()
 
 

@@ -8,12 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-import loop_mutants
 import numpy as np
 import observed
 import pytest
 import toy_rewards
-from loop_mutants import plant, reading
 from loop_updates import check_batches, check_clipping, check_losses, learned, lines
 from observed import Rolled, Run
 
@@ -21,13 +19,11 @@ from tlt_jax.config.validate import validate_rl
 from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.errors import ConfigError
-from tlt_jax.metrics import names
 from tlt_jax.models import from_config
 from tlt_jax.rewards import Score, scorer as scorers
 from tlt_jax.train import batch as batches
 from tlt_jax.train.advantages import answer_weights
 from tlt_jax.train.policy_update import Recipe
-from tlt_jax.train.trainer import Trainer
 
 LONGEST, BUFFER, FACTOR = 6, 4, 0.7
 KNOBS = {
@@ -39,7 +35,7 @@ KNOBS = {
     "reward.overlong_buffer": BUFFER, "reward.overlong_factor": FACTOR,
     "algorithm.overlong": "filtered", "algorithm.advantage": "rloo",
     "algorithm.entropy_coef": 0.1, "algorithm.minibatches": 2,
-    "optim.learning_rate": 0.02, "optim.weight_decay": 0.1, "optim.grad_clip": loop_mutants.GRAD_CLIP,
+    "optim.learning_rate": 0.02, "optim.weight_decay": 0.1, "optim.grad_clip": 1.5,
     "train.steps": 2, "train.seed": 3, "train.row_tokens": 32, "train.rows": 1,
     "data.eval_size": 4, "eval.every": 2,
 }  # fmt: skip
@@ -59,13 +55,10 @@ def run(tmp_path_factory) -> Run:
 
 @pytest.fixture
 def replay(run, tmp_path) -> Callable[..., Run]:
-    """replay({knob: value}, rollouts) -> the run again with known answers."""
-
-    def again(changes: dict | None = None, rollouts: list[Rolled] | None = None) -> Run:
-        config = observed.configure(tmp_path, KNOBS | (changes or {}))
-        return observed.watched(config, rollouts or run.rollouts)
-
-    return again
+    """replay(rollouts, {knob: value}) -> the run again with these answers."""
+    return lambda rollouts, changes=None: observed.watched(
+        observed.configure(tmp_path, KNOBS | (changes or {})), rollouts
+    )
 
 
 def check_rewards(run: Run) -> None:
@@ -103,14 +96,6 @@ def test_the_run_has_what_the_checks_are_about(run):
     assert run.updates[1].metrics["pg_clipfrac"] > 0
 
 
-@pytest.mark.parametrize("aggregation", ["sequence_mean", "dr_grpo"])
-@pytest.mark.parametrize("kind", ["filtered", "kept"])
-def test_means_are_over_the_answers_that_count(aggregation, kind, replay, x64):
-    again = replay({"algorithm.aggregation": aggregation, "algorithm.overlong": kind})
-    check_batches(again)
-    check_losses(again)
-
-
 def all_cut(rollouts: list[Rolled], first: int, last: int) -> list[Rolled]:
     """The rollouts, the answers first to last - 1 of the first step cut at their limit."""
     answers = [
@@ -124,9 +109,9 @@ def all_cut(rollouts: list[Rolled], first: int, last: int) -> list[Rolled]:
 
 
 def test_a_minibatch_of_filtered_answers_is_left_out(run, replay, x64):
-    again = replay(
-        {"algorithm.kl_coef": 0.1, "algorithm.importance_cap": 2.0}, all_cut(run.rollouts, 8, 16)
-    )
+    knobs = {"algorithm.kl_coef": 0.1, "algorithm.importance_cap": 2.0}
+    again = replay(all_cut(run.rollouts, 8, 16), knobs | {"algorithm.aggregation": "dr_grpo"})
+    check_batches(again)
     first, second, *rest = again.updates
     for one, other in zip(*map(jax.tree.leaves, (second.before, second.after)), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -151,7 +136,7 @@ def test_a_run_goes_on_without_the_answers_that_are_not_finite(run, replay, x64)
     ]
     rollouts = [*run.rollouts]
     rollouts[1] = replace(first, result=replace(first.result, completions=answers))
-    again = replay({"algorithm.kl_in": "reward", "algorithm.kl_coef": 0.1}, rollouts)
+    again = replay(rollouts, {"algorithm.kl_in": "reward", "algorithm.kl_coef": 0.1})
     for update, part in zip(again.updates, (answers[:8], answers[8:]), strict=False):
         finite = [len(one.tokens) for one in part if one.finish != "nonfinite"]
         kept = [len(one.tokens) for one in part if one.finish == "stop"]
@@ -168,7 +153,7 @@ def test_a_run_goes_on_without_the_answers_that_are_not_finite(run, replay, x64)
 
 
 def test_a_step_of_filtered_answers_changes_nothing_and_has_metrics(run, replay, x64, capsys):
-    again = replay({"algorithm.overlong": "filtered"}, all_cut(run.rollouts, 0, 16))
+    again = replay(all_cut(run.rollouts, 0, 16))
     start, end = again.updates[0].before, again.updates[1].after
     for one, other in zip(*map(jax.tree.leaves, (start, end)), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -200,54 +185,6 @@ def test_evaluations_are_not_penalized(run):
         for one in map(json.loads, file.read_text().splitlines()):
             assert one["reward"] == 2.0 * toy_rewards.digest("", one["completion"], {})
             assert "overlong_reward" not in one["parts"]
-
-
-def inverted(is_kept):
-    """The complete answers are left out."""
-    return lambda *args: ~is_kept(*args)
-
-
-def over_all(answer_weights):
-    """The means count the answers that are left out."""
-    return lambda lengths, kind, longest, is_kept: is_kept * answer_weights(lengths, kind, longest)
-
-
-def unpenalized(penalized):
-    """The penalty is reported, and the reward is without it."""
-
-    def found(config, scores, lengths):
-        told = penalized(config, scores, lengths)
-        return {uid: replace(one, value=scores[uid].value) for uid, one in told.items()}
-
-    return found
-
-
-def doubled(penalty):
-    return lambda *args: 2 * penalty(*args)
-
-
-def of_others(baseline):
-    """Filtered answers do not count in the baseline of their group either."""
-    return lambda *args: np.where(np.arange(4) % 2, baseline(*args), 0.0)
-
-
-MUTANTS = [
-    (batches, "is_kept", inverted, check_batches),
-    (batches, "answer_weights", over_all, check_batches),
-    (batches, "answer_advantages", of_others, check_batches),
-    (batches, "pack", reading(algorithm__overlong="kept"), check_batches),
-    (scorers, "penalized", unpenalized, check_rewards),
-    (scorers, "penalty", doubled, check_rewards),
-    (Trainer, "score", reading(reward__overlong_factor=1.0), check_rewards),
-    (Trainer, "score", reading(rollout__max_new_tokens=7), check_rewards),
-]
-
-
-@pytest.mark.parametrize(("place", "name", "mutant", "check"), MUTANTS)
-def test_a_planted_mistake_is_caught(place, name, mutant, check, replay, monkeypatch, x64):
-    plant(monkeypatch, place, name, mutant)
-    with pytest.raises((AssertionError, KeyError)):
-        check(replay())
 
 
 # Without a run
@@ -294,8 +231,3 @@ def test_a_buffer_longer_than_any_answer_is_refused(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             validate_rl(observed.configure(tmp_path, KNOBS | knobs))
-
-
-def test_the_terms_have_names_in_the_list():
-    known = {metric.name for metric in names.NAMES}
-    assert {f"reward/terms/{scorers.PENALTY}", f"reward/terms/{scorers.IS_PENALIZED}"} <= known

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.models import architecture, targets as scoring, transformer
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout.recorder import Completion
-from tlt_jax.train import batch as batches, losses, policy_update
+from tlt_jax.train import batch as batches, policy_update
 from tlt_jax.train.advantages import answer_weights
 from tlt_jax.train.policy_update import PolicyState, Recipe
 
@@ -90,11 +89,6 @@ def logprobs_of(
     recipe: Recipe, params: architecture.Params, batch: list[PackedRows]
 ) -> list[jax.Array]:
     return policy_update.token_logprobs(policy_update.programs(recipe), params, batch)
-
-
-def compiles(recipe: Recipe) -> int:
-    """The number of programs compiled for the recipe."""
-    return sum(program._cache_size() for program in policy_update.programs(recipe))
 
 
 def params_of(recipe: Recipe, seed: int = 0) -> architecture.Params:
@@ -264,33 +258,12 @@ def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slop
     )
 
 
-def test_a_loss_of_the_user_has_the_place_of_the_clipped_one(x64, monkeypatch):
-    module = ModuleType("own_losses")
-    module.same = lambda *given: losses.policy_loss(*given).loss
-    module.twice = lambda *given: 2 * losses.policy_loss(*given).loss
-    monkeypatch.setitem(sys.modules, "own_losses", module)
-    results = {}
-    for name in ("ppo", "own_losses:same", "own_losses:twice"):
-        recipe = recipe_of(replace(FULL, loss=name))
-        logp, _ = whole_scores(recipe, batch_of(recipe, rows=16)[0], params_of(recipe))
-        results[name] = update(recipe, state_of(recipe), [full_rows(recipe, logp)])
-    (state, ppo), (same_state, same), (_, twice) = results.values()
-    assert_same(state, same_state, rtol=1e-9, atol=1e-12)
-    assert set(ppo) - set(same) == {"pg_clipfrac", "pg_clipfrac_low", "pg_clipfrac_high"}
-    for name in set(ppo) & set(same):
-        assert float(same[name]) == pytest.approx(float(ppo[name]), rel=1e-12), name
-    assert float(twice["pg_loss"]) == pytest.approx(2 * float(ppo["pg_loss"]))
-    rest = float(ppo["loss"]) - float(ppo["pg_loss"])
-    assert float(twice["loss"]) - float(twice["pg_loss"]) == pytest.approx(rest)
-
-
 # Sharding, accumulation, packing
 
 
-@pytest.mark.parametrize("mesh", [pytest.param((2, 2), marks=pytest.mark.matrix), (4, 2)])
-def test_sharded_updates_are_the_unsharded_one_and_compile_once(mesh, x64):
+def test_sharded_updates_are_the_unsharded_one_and_compile_once(x64):
     results = []
-    for shape in ((1, 1), mesh):
+    for shape in ((1, 1), (4, 2)):
         recipe = recipe_of(PLAIN, *shape)
         state = state_of(recipe)
         placed = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -298,37 +271,11 @@ def test_sharded_updates_are_the_unsharded_one_and_compile_once(mesh, x64):
             batch = batch_of(recipe, examples=examples)
             assert len(batch) == (1 if examples == 3 else 3)
             state, metrics = update(recipe, state, batch)
-        assert compiles(recipe) == 3, "empty, accumulate, apply"
+        compiled = sum(program._cache_size() for program in policy_update.programs(recipe))
+        assert compiled == 3, "empty, accumulate, apply"
         assert jax.tree.map(lambda leaf: leaf.sharding, state) == placed
         results.append((state, metrics))
     assert_same(*results, rtol=1e-9, atol=1e-12)
-
-
-def test_sharded_updates_in_float32_are_the_unsharded_one_up_to_rounding():
-    """Moments are sums over the batch, so they differ by a few roundings of their largest: 16 (measured: 5).
-
-    Adam divides each gradient by its magnitude, which magnifies the rounding of small ones; the remaining error is bounded in
-    units of the learning rate: 3e-4 of it (measured: 3e-5, where a weight of 1 rounds to 1e-5 of it).
-    """
-    results = []
-    for shape in ((1, 1), (2, 2)):
-        recipe = recipe_of(PLAIN, *shape, param_dtype="float32", compute_dtype="float32")
-        state = state_of(recipe)
-        for _ in range(2):
-            state, metrics = update(recipe, state, batch_of(recipe))
-        assert {leaf.dtype for leaf in jax.tree.leaves((state, metrics))} == {
-            jnp.dtype("float32"),
-            jnp.dtype("int32"),
-        }
-        results.append(jax.device_get((state, metrics)))
-    (state, metrics), (sharded, others) = results
-    assert_same(state.params, sharded.params, rtol=0, atol=3e-4 * ADAM.learning_rate)
-    assert_same(metrics, others, rtol=2e-6, atol=2e-6)
-    for one, other in zip(*map(jax.tree.leaves, (state.opt_state, sharded.opt_state)), strict=True):
-        assert one.any(), "every weight learned"
-        np.testing.assert_allclose(
-            other, one, rtol=0, atol=16 * np.finfo(np.float32).eps * np.abs(one).max()
-        )
 
 
 def test_state_is_the_one_announced_for_checkpoints(x64):
@@ -375,9 +322,6 @@ def test_examples_that_are_longer_than_the_recipe_knows_are_refused(x64):
     assert_same(*results, rtol=1e-9, atol=1e-12)
     with pytest.raises(ValueError, match=f"{longest} tokens, the recipe's longest {longest - 1}"):
         batch_of(recipe_of(longest=longest - 1))
-
-
-def test_rows_of_more_examples_than_attention_takes_are_refused():
     rows, spans = packing.pack(examples_of(), ROW, 4)
     more = rows._replace(segments=rows.segments + 32 * (rows.segments > 0)), spans
     with pytest.raises(ValueError, match="examples, attention takes 32: pack them by packing.pack"):
@@ -387,24 +331,18 @@ def test_rows_of_more_examples_than_attention_takes_are_refused():
 # Inputs of the update
 
 
-@pytest.mark.parametrize("objective", [PLAIN, FULL])
-def test_recorded_logprobs_change_no_bit_of_the_policy_without_importance_weights(objective, x64):
-    recipe = recipe_of(objective)
+def test_recorded_logprobs_change_no_bit_of_the_policy_without_importance_weights(shallow, x64):
+    """With them the loss is that of the plain loop above."""
+    recipe = recipe_of(PLAIN)
     batch = batch_of(recipe)
-    if objective is FULL:
-        batch = [full_rows(recipe, np.full((16, ROW), -2.0))]
     one, first = update(recipe, state_of(recipe), batch)
     moved = [rows._replace(rollout_logprobs=rows.rollout_logprobs - 0.5) for rows in batch]
     two, second = update(recipe, state_of(recipe), moved)
     assert float(first["rollout_logprob_diff_mean"]) != float(second["rollout_logprob_diff_mean"])
-    same = [
-        np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)
-    ]
-    assert all(same) == (objective.importance == "none")
+    assert_same(one, two)
 
 
-def test_the_first_of_several_minibatches_learns_as_a_single_one_does(x64):
+def test_the_first_of_several_minibatches_learns_as_a_single_one_does(shallow, x64):
     recipe = recipe_of(PLAIN)
     batch = batch_of(recipe)
     single, _ = update(recipe, state_of(recipe), batch)
@@ -433,7 +371,7 @@ def test_objectives_without_what_they_read_are_refused(x64):
 # The step
 
 
-def test_update_that_is_not_finite_changes_nothing_and_is_counted(x64):
+def test_update_that_is_not_finite_changes_nothing_and_is_counted(shallow, x64):
     recipe = recipe_of(PLAIN)
     batch, before = batch_of(recipe), state_of(recipe)
     broken = [*batch[:-1], batch[-1]._replace(advantages=batch[-1].advantages.at[0].set(jnp.nan))]
@@ -452,7 +390,7 @@ def test_update_that_is_not_finite_changes_nothing_and_is_counted(x64):
     assert (int(state.step), int(state.skips), int(state.skipped)) == (3, 0, 2)
 
 
-def test_update_without_targets_changes_nothing_and_is_counted_apart(x64):
+def test_update_without_targets_changes_nothing_and_is_counted_apart(shallow, x64):
     recipe = recipe_of(PLAIN)
     batch = batch_of(recipe)
     without = [rows._replace(weights=jnp.zeros_like(rows.weights)) for rows in batch]
@@ -466,7 +404,7 @@ def test_update_without_targets_changes_nothing_and_is_counted_apart(x64):
     assert not any(part.any() for part in logprobs_of(recipe, state.params, none))
 
 
-def test_all_optimizer_steps_of_an_rl_step_have_its_learning_rate(x64):
+def test_all_optimizer_steps_of_an_rl_step_have_its_learning_rate(shallow, x64):
     adam = Adam(1e-2, 6, "linear", warmup_steps=2)
     recipe = replace(recipe_of(PLAIN), adam=adam)
     batch, rates = batch_of(recipe), [0.005, 0.01, 0.01, 0.0075]  # RL steps 0 to 3, by hand
@@ -486,7 +424,7 @@ def test_all_optimizer_steps_of_an_rl_step_have_its_learning_rate(x64):
 
 
 @pytest.mark.parametrize("what", ["equal rewards", "all masked", "a KL of 0"])
-def test_update_without_a_gradient_changes_nothing_as_one_without_targets(what, x64):
+def test_update_without_a_gradient_changes_nothing_as_one_without_targets(what, shallow, x64):
     """Momentum and decay would move the weights. Its metrics are those of its tokens."""
     objective = {
         "equal rewards": algorithm(),
@@ -565,7 +503,7 @@ def test_an_answer_whose_logits_were_not_finite_reaches_neither_the_policy_nor_t
     assert_same(learned(batch, np.nan), learned(alone, 0.0), rtol=1e-9, atol=1e-12)
 
 
-def test_supervised_update_minimizes_the_negative_log_likelihood_of_the_answers(x64):
+def test_supervised_update_minimizes_the_negative_log_likelihood_of_the_answers(shallow, x64):
     recipe = recipe_of(algorithm(), is_supervised=True)
     state, batch = state_of(recipe), batch_of(recipe)
     logprobs = logprobs_of(recipe_of(PLAIN), state.params, batch)
@@ -608,15 +546,10 @@ def test_learning_rates_are_those_worked_by_hand(schedule, floor, rates):
 
 
 def test_recipe_holds_the_numbers_of_the_configuration():
-    config = Config(
-        optim=Optim(
-            learning_rate=2e-4, schedule="cosine", warmup_steps=3, weight_decay=0.2, beta2=0.9
-        )
-    )
-    recipe = Recipe.of(config, MODEL, make_mesh(1, 1), total_steps=7)
+    optim = Optim(2e-4, schedule="cosine", warmup_steps=3, weight_decay=0.2, beta2=0.9)
+    recipe = Recipe.of(Config(optim=optim), MODEL, make_mesh(1, 1), total_steps=7)
     assert recipe.adam == Adam(2e-4, 7, "cosine", 3, 0.0, 0.9, 0.9, 0.2, 1.0)
     assert recipe.algorithm == algorithm() and recipe.temperature == 1.0
-    assert hash(recipe) == hash(replace(recipe))
 
 
 def test_on_a_cpu_every_program_of_an_update_is_awaited_before_the_next(monkeypatch):

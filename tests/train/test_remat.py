@@ -6,16 +6,13 @@ from dataclasses import replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from loop_updates import equations
-from objectives import algorithm
-from pairwise import marked
+from test_policy_update import MODEL, PLAIN, batch_of, params_of, recipe_of
 
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Data, Mesh, Model, Rollout, Train
-from tlt_jax.data.packing import PackedRows
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.distributed.job import Job
 from tlt_jax.distributed.mesh import make_mesh
@@ -23,92 +20,56 @@ from tlt_jax.distributed.topology import describe
 from tlt_jax.models import architecture, remat as remats
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.remat import ATTENTION, FULL, NONE, PRODUCTS
-from tlt_jax.optimizer import Adam
 from tlt_jax.train import batch as batches, memory, policy_update
 from tlt_jax.train.policy_update import Recipe
 
-LAYERS, ROWS, TOKENS = 3, 4, 24
-SIZES = ModelConfig("qwen2", 37, 16, LAYERS, 4, 2, 4, 32, 64, tied=True, init_std=0.4)
+LAYERS = 3
+SIZES = replace(MODEL, num_layers=LAYERS)
 MODELS = {
     "tied": SIZES,
-    "biases": replace(SIZES, family="llama", tied=False, qkv_bias=True, o_bias=True, mlp_bias=True),
-    "QK-norm": replace(SIZES, family="qwen3", tied=False, qk_norm=True),
+    "biases": replace(SIZES, family="llama", tied=False, o_bias=True, mlp_bias=True),
+    "QK-norm": replace(SIZES, family="qwen3", tied=False, qkv_bias=False, qk_norm=True),
 }
-LEVELS = {
-    "none": (NONE,) * LAYERS,
-    "products": (PRODUCTS,) * LAYERS,
-    "attention": (ATTENTION,) * LAYERS,
-    "full": (FULL,) * LAYERS,
-    "both": (PRODUCTS, ATTENTION, ATTENTION),
-}
+BOTH = (PRODUCTS, ATTENTION, ATTENTION)
 
 
-def recipe_of(model: ModelConfig, remat: remats.Remat, mesh=(1, 1), dtype="float64") -> Recipe:
-    objective = algorithm(entropy_coef=0.1)
-    given = make_mesh(*mesh), Adam(1e-2, 10), objective
-    dtypes = {"param_dtype": dtype, "compute_dtype": dtype}
-    return Recipe(model, *given, **dtypes, remat=remat, logits_chunk=8, attention_block=8)
-
-
-def rows_of(recipe: Recipe) -> PackedRows:
-    """PackedRows with two examples and padding."""
-    random = np.random.default_rng(0)
-    shape = ROWS, TOKENS
-    segments = np.repeat([[1] * 10 + [2] * 9 + [0] * 5], ROWS, axis=0)
-    rows = PackedRows(
-        tokens=random.integers(0, 37, shape, np.int32),
-        positions=np.concatenate([np.arange(10), np.arange(9), np.zeros(5)]) + np.zeros(shape),
-        segments=segments,
-        targets=random.integers(0, 37, shape, np.int32),
-        weights=(segments > 0) * random.random(shape),
-        advantages=random.normal(size=shape),
-        rollout_logprobs=-random.random(shape),
+@pytest.mark.parametrize(
+    ("model", "mesh", "levels"),
+    [
+        ("QK-norm", (1, 1), (NONE,) * LAYERS),
+        ("QK-norm", (1, 1), BOTH),
+        ("tied", (2, 2), (FULL,) * LAYERS),
+        ("biases", (2, 2), BOTH),
+    ],
+)
+def test_the_sums_grow_by_the_gradient_of_the_loss(model, mesh, levels, x64):
+    recipe = replace(recipe_of(PLAIN, *mesh, remat=levels), model=MODELS[model])
+    (rows,), params, programs = (
+        batch_of(recipe, 16),
+        params_of(recipe),
+        policy_update.programs(recipe),
     )
-    integers = ("positions", "segments")
-    rows = rows._replace(**{name: np.int32(getattr(rows, name)) for name in integers})
-    return jax.device_put(rows, batches.rows_sharding(recipe.mesh))
-
-
-def start_of(recipe: Recipe):
-    """Random weights, and sums with other numbers in them."""
-    params = architecture.init(recipe.model, recipe.mesh, jax.random.key(1), recipe.param_dtype)
-    sums = policy_update.programs(recipe).empty(params, rows_of(recipe))
-    return params, sums.replace(grads=jax.tree.map(lambda leaf: leaf + 0.25, sums.grads))
-
-
-# "both" has the layers of "products" and of "attention"; the gate runs each model, each mesh and the other levels once.
-GATE = {
-    ("QK-norm", (1, 1), "none"), ("QK-norm", (1, 1), "both"), ("tied", (2, 2), "full"), ("biases", (2, 2), "both"),
-}  # fmt: skip
-CASES = [("QK-norm", (1, 1), level) for level in LEVELS]
-CASES += [(model, (2, 2), level) for model in ("tied", "biases") for level in ("full", "both")]
-
-
-@pytest.mark.parametrize(("model", "mesh", "level"), marked([(one, one in GATE) for one in CASES]))
-def test_the_sums_grow_by_the_gradient_of_the_loss(model, mesh, level, x64):
-    recipe = recipe_of(MODELS[model], LEVELS[level], mesh)
-    rows, (params, sums) = rows_of(recipe), start_of(recipe)
-    plain = recipe_of(MODELS[model], ())
+    sums = programs.empty(params, rows)
+    sums = sums.replace(grads=jax.tree.map(lambda leaf: leaf + 0.25, sums.grads))
+    plain = replace(recipe, mesh=make_mesh(1, 1), remat=())
     loss = jax.jit(jax.value_and_grad(partial(policy_update.loss, recipe=plain), has_aux=True))
     (value, _), gradient = loss(jax.device_get(params), jax.device_get(rows))
-    before = jax.device_get(sums.grads)
-    sums, found = policy_update.programs(recipe).accumulate(sums, params, rows)
+    sums, found = programs.accumulate(sums, params, rows)
     assert float(found) == pytest.approx(float(value), rel=1e-12)
-    for leaf, old, slope in zip(*map(jax.tree.leaves, (sums.grads, before, gradient)), strict=True):
-        np.testing.assert_allclose(leaf, old + slope, rtol=1e-10, atol=1e-12)
+    for leaf, slope in zip(*map(jax.tree.leaves, (sums.grads, gradient)), strict=True):
+        np.testing.assert_allclose(leaf, 0.25 + slope, rtol=1e-10, atol=1e-12)
 
 
-def test_a_gradient_that_is_not_finite_is_added_too(x64):
-    recipe = recipe_of(SIZES, LEVELS["full"])
-    rows, (params, sums) = rows_of(recipe), start_of(recipe)
-    rows = rows._replace(advantages=rows.advantages.at[0, 0].set(jnp.nan))
-    sums, _ = policy_update.programs(recipe).accumulate(sums, params, rows)
-    assert np.isnan(sums.grads.layers.q).all()
-    state = policy_update.create(params, recipe)
-    kept = jax.device_get(state.params)
-    state, metrics = policy_update.programs(recipe).apply(state, sums, 0)
-    assert int(metrics["nonfinite"]) == 1
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), kept)
+def step_of(recipe: Recipe, rows: int = 4, tokens: int = 128):
+    """Abstract arguments of an accumulation step."""
+    given = batches.abstract_rows(recipe.mesh, rows, tokens, ("rollout_logprobs",))
+    sums = policy_update.abstract_sums(recipe, given)
+    return sums, policy_update.abstract_policy(recipe), given
+
+
+def compiled_step(recipe: Recipe, *sizes: int):
+    """The program of an accumulation step, compiled."""
+    return policy_update.programs(recipe).accumulate.lower(*step_of(recipe, *sizes)).compile()
 
 
 def bytes_of(tree) -> int:
@@ -118,33 +79,22 @@ def bytes_of(tree) -> int:
 WIDE = ModelConfig("qwen2", 64, 256, 16, 4, 2, 64, 1024, 64)  # its layers are most of its weights
 
 
-@pytest.mark.parametrize(
-    ("mesh", "level"),
-    [
-        ((1, 1), "products"),
-        pytest.param((2, 2), "full", marks=pytest.mark.matrix),
-        ((2, 2), "both"),
-    ],
-)
-def test_no_second_tree_of_gradients_exists(mesh, level):
+def test_no_second_tree_of_gradients_exists():
     """The temporaries are less than half of the layers' gradients, which are in the donated sums."""
-    remat = {"both": (PRODUCTS,) * 6 + (FULL,) * 10}.get(level, (level,) * 16)
-    recipe = recipe_of(WIDE, remat, mesh, "float32")
-    rows = batches.abstract_rows(recipe.mesh, 4, 16, ("rollout_logprobs",))
-    state, sums = policy_update.abstract_state(recipe), policy_update.abstract_sums(recipe, rows)
-    lowered = policy_update.programs(recipe).accumulate.lower(sums, state.params, rows)
-    found = lowered.compile().memory_analysis()
-    devices = mesh[0] * mesh[1]
-    assert found.temp_size_in_bytes < bytes_of(state.params.layers) / devices / 2
-    assert found.alias_size_in_bytes > 0.95 * bytes_of(sums) / devices
+    levels = (PRODUCTS,) * 6 + (FULL,) * 10
+    recipe = recipe_of(PLAIN, 2, 2, param_dtype="float32", compute_dtype="float32", remat=levels)
+    recipe = replace(recipe, model=WIDE)
+    found = compiled_step(recipe, 4, 16).memory_analysis()
+    sums, policy, _ = step_of(recipe, 4, 16)
+    assert found.temp_size_in_bytes < bytes_of(policy.layers) / 4 / 2
+    assert found.alias_size_in_bytes > 0.95 * bytes_of(sums) / 4
 
 
-def products(recipe: Recipe) -> int:
+def products(level: str) -> int:
     """Matrix products of an accumulation step, each of a scan over layers counted once."""
-    rows = batches.abstract_rows(recipe.mesh, ROWS, TOKENS, ("rollout_logprobs",))
-    state, sums = policy_update.abstract_state(recipe), policy_update.abstract_sums(recipe, rows)
+    recipe = replace(recipe_of(remat=(level,) * 2), model=replace(SIZES, num_layers=2))
     step = partial(policy_update.accumulate, recipe=recipe)
-    program = jax.make_jaxpr(step)(sums, state.params, rows)
+    program = jax.make_jaxpr(step)(*step_of(recipe, 4, 24))
     return sum(one.primitive.name == "dot_general" for one in equations(program.jaxpr))
 
 
@@ -153,10 +103,7 @@ def test_a_level_computes_again_what_it_does_not_keep(x64):
 
     Attention in blocks computes its scores again in any case, and under ATTENTION and PRODUCTS nothing else of it.
     """
-    count = {
-        level: products(recipe_of(replace(SIZES, num_layers=2), (level,) * 2))
-        for level in (NONE, PRODUCTS, ATTENTION, FULL)
-    }
+    count = {level: products(level) for level in (NONE, PRODUCTS, ATTENTION, FULL)}
     again = {level: number - count[NONE] for level, number in count.items()}
     assert again == {NONE: 0, PRODUCTS: 0, ATTENTION: 3, FULL: 8}
 
@@ -231,16 +178,12 @@ def test_auto_chooses_by_the_memory_of_a_device_and_a_bound_word_does_not(monkey
 
 def test_the_estimate_bounds_what_the_compiled_update_needs():
     """By more than half of the truth nowhere, for each choice; on the devices of this machine."""
-    model = replace(WIDE, num_layers=8, vocab_size=512)
-    config = config_of()
+    model, config = replace(WIDE, num_layers=8, vocab_size=512), config_of()
     recipe = Recipe.of(config, model, make_mesh(2, 2), 1)
-    rows = batches.abstract_rows(recipe.mesh, 4, 512, ("rollout_logprobs",))
     kept, rest = memory.estimate(config, recipe)
-    for remat_of in ((FULL,) * 8, (ATTENTION,) * 8, (PRODUCTS,) * 8, (PRODUCTS,) * 4 + (FULL,) * 4):
-        one = replace(recipe, remat=remat_of)
-        sums, params = policy_update.abstract_sums(one, rows), policy_update.abstract_state(one)
-        lowered = policy_update.programs(one).accumulate.lower(sums, params.params, rows)
-        needed = lowered.compile().memory_analysis().temp_size_in_bytes
+    for remat_of in ((ATTENTION,) * 8, (PRODUCTS,) * 4 + (FULL,) * 4):
+        found = compiled_step(replace(recipe, remat=remat_of), 4, 512).memory_analysis()
+        needed = found.temp_size_in_bytes
         estimate = rest + sum(kept[level] for level in remat_of)
         assert needed < 1.1 * estimate and estimate < 1.6 * needed, (remat_of, needed, estimate)
 
@@ -253,30 +196,13 @@ def test_the_estimate_is_near_what_a_gpu_needs():
     train = Train(steps=1, rows=4, row_tokens=2048)
     config = replace(config_of(compute_dtype="bfloat16"), train=train)
     recipe = replace(Recipe.of(config, model, mesh, 1), remat=(PRODUCTS,) * 4, logits_chunk=256)
-    rows = batches.abstract_rows(mesh, 4, 2048, ("rollout_logprobs",))
-    sums, state = policy_update.abstract_sums(recipe, rows), policy_update.abstract_state(recipe)
-    lowered = policy_update.programs(recipe).accumulate.lower(sums, state.params, rows)
-    needed = lowered.compile().memory_analysis().temp_size_in_bytes
+    needed = compiled_step(recipe, 4, 2048).memory_analysis().temp_size_in_bytes
     kept, rest = memory.estimate(config, recipe)
     assert 0.95 * needed < rest + 4 * kept[PRODUCTS] < 1.1 * needed
 
 
-@pytest.fixture
-def compiled():
-    """Names of the programs that JAX compiled so far."""
-    found = []
-
-    def listen(event, seconds, **more):
-        if event.endswith("backend_compile_duration"):
-            found.append(more.get("fun_name"))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
-def test_layers_keep_less_where_the_compiled_program_does_not_fit(monkeypatch, compiled, caplog):
-    """With an estimate that knows three quarters of what a level keeps; with a right one it compiles once."""
+def test_layers_keep_less_where_the_compiled_program_does_not_fit(monkeypatch, caplog):
+    """With an estimate that knows three quarters of what a level keeps, but not with a right one."""
     caplog.set_level("INFO")
     config, mesh = config_of(), make_mesh(2, 2)
     model = replace(SIZES, num_layers=6, hidden_size=32, mlp_dim=64)
@@ -288,28 +214,26 @@ def test_layers_keep_less_where_the_compiled_program_does_not_fit(monkeypatch, c
         lambda one: jax.device_put(np.ones(one.shape, one.dtype), one.sharding), rows
     )
 
-    def run(share: float) -> tuple[float, list[remats.Remat], int]:
-        """On a device that NONE fits by the estimate: the loss, the levels at first and in the end, the compilations."""
+    def run(share: float) -> tuple[float, list[remats.Remat]]:
+        """On a device that NONE fits by the estimate: the loss, and the levels at first and in the end."""
         known = {level: int(share * size) for level, size in kept.items()}
         monkeypatch.setattr(memory, "layer_bytes", lambda *_: known)
         sizes, rest = memory.estimate(config, recipe)
         needed = memory.held(config, recipe, None) + rest + 6 * sizes[NONE]
         limit = int(needed / (1 - memory.SPARE)) + 100
         monkeypatch.setattr(memory, "device_memory", lambda mesh: limit)
-        fitted, before = memory.fitted(config, recipe, None, job), len(compiled)
+        fitted = memory.fitted(config, recipe, None, job)
         correct = partial(memory.corrected, config, None, job)
         programs = policy_update.corrected_programs(config, fitted, correct)
         sums, value = programs.accumulate(programs.empty(params, rows), params, rows)
         assert programs.accumulate(sums, params, rows)[1] == value
-        levels = [fitted.remat, programs.accumulate.recipe.remat]
-        return float(value), levels, sum("accumulate" in one for one in compiled[before:])
+        return float(value), [fitted.remat, programs.accumulate.recipe.remat]
 
-    loss, levels, compilations = run(0.75)
-    assert levels == [(NONE,) * 6, (PRODUCTS,) * 6] and compilations == 2
+    loss, levels = run(0.75)
+    assert levels == [(NONE,) * 6, (PRODUCTS,) * 6]
     assert "compiled again with products in 6 layers" in caplog.text
-    jax.clear_caches()
-    other, levels, compilations = run(1.2)
-    assert levels == [(NONE,) * 6] * 2 and compilations == 1
+    other, levels = run(1.2)
+    assert levels == [(NONE,) * 6] * 2 and caplog.text.count("compiled again") == 1
     assert other == pytest.approx(loss, rel=1e-5)
 
 
@@ -328,9 +252,6 @@ def test_all_processes_take_the_levels_of_process_0(monkeypatch):
 
 
 def test_levels_that_do_not_exist_raise():
-    rows = rows_of(recipe_of(SIZES, ()))
     for levels, said in ((("auto",) * LAYERS, "'auto' is no level"), ((FULL,), "1 levels for 3")):
-        recipe = recipe_of(SIZES, levels, dtype="float32")
-        state = policy_update.abstract_state(recipe)
         with pytest.raises(ValueError, match=said):
-            jax.eval_shape(partial(policy_update.loss, recipe=recipe), state.params, rows)
+            step_of(replace(recipe_of(remat=levels), model=SIZES))

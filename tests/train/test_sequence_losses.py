@@ -13,22 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from objectives import algorithm
+from test_policy_update import MODEL, ROW, assert_same, recipe_of
 
 from tlt_jax.config.schema import Algorithm
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example, PackedRows
-from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.models import architecture
-from tlt_jax.optimizer import Adam
 from tlt_jax.train import batch as batches, losses, policy_update
-from tlt_jax.train.advantages import answer_weights
+from tlt_jax.train.advantages import ADVANTAGES, answer_weights, penalized_advantages
 from tlt_jax.train.policy_update import Recipe
 
-MODEL = architecture.ModelConfig(
-    family="qwen2", vocab_size=11, hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24,
-    max_positions=32, qkv_bias=True, tied=True, init_std=0.4,
-)  # fmt: skip
-ROW, COUNT, LONGEST, TEMPERATURE = 16, 14, 8, 0.7
+COUNT, LONGEST, TEMPERATURE = 14, 8, 0.7
 AGGREGATIONS = ("token_mean", "sequence_mean", "dr_grpo")
 PLAIN = algorithm(clip_low=0.25, clip_high=0.3, entropy_coef=0.05, kl_coef=0.2)
 CASES = [
@@ -83,17 +78,6 @@ def weights_of(shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(len(shape)).normal(0, 0.4, shape)
 
 
-def recipe_of(objective: Algorithm, *mesh: int) -> Recipe:
-    fixed = {
-        "param_dtype": "float64",
-        "compute_dtype": "float64",
-        "logits_chunk": 8,
-        "attention_block": 8,
-        "temperature": TEMPERATURE,
-    }
-    return Recipe(MODEL, make_mesh(*(mesh or (1, 1))), Adam(1e-2, 10), objective, **fixed)
-
-
 def packed_of(known: list[Answer], rows: int, groups: int = 1):
     return packing.pack([one.example for one in known], ROW, rows, groups)
 
@@ -122,12 +106,6 @@ def params_of(recipe: Recipe) -> architecture.Params:
     target = architecture.abstract(recipe.model, recipe.mesh, "train", "float64")
     drawn = jax.tree.map(lambda leaf: weights_of(leaf.shape), target)
     return jax.device_put(drawn, jax.tree.map(lambda leaf: leaf.sharding, target))
-
-
-@pytest.fixture
-def shallow(monkeypatch):
-    """A policy without layers, whose programs compile at once."""
-    monkeypatch.setattr(policy_update, "states", lambda params, rows, _: params.embed[rows.tokens])
 
 
 def plain_scores(params: architecture.Params, rows: PackedRows) -> tuple[jax.Array, jax.Array]:
@@ -297,20 +275,6 @@ def check_metrics(objective, known, logps, metrics) -> None:
     assert set(metrics) == set(expected) | others | set(divisors)
 
 
-def test_on_policy_a_sequence_loss_is_reinforce(known, shallow, x64):
-    """Without old log-probs the ratio is 1: gspo's gradient is ppo's, and that of -advantage * log-prob."""
-    gradients = []
-    for loss in ("ppo", "gspo", "cispo"):
-        recipe = recipe_of(algorithm(loss=loss, clip_low=3e-4, clip_high=4e-4))
-        (rows,) = batch_of(recipe, known, 8, "sequence_mean")
-        rows = rows._replace(old_logprobs=None, reference_logprobs=None)
-        total = lambda params, recipe=recipe, rows=rows: policy_update.loss(params, rows, recipe)[0]  # noqa: E731
-        gradients.append(jax.jit(jax.grad(total))(params_of(recipe)))
-    for other in gradients[1:]:
-        for one, two in zip(*map(jax.tree.leaves, (gradients[0], other)), strict=True):
-            np.testing.assert_allclose(one, two, rtol=1e-9, atol=1e-13)
-
-
 def test_a_loss_of_ones_own_with_a_mean_over_answers_has_its_whole_gradient(
     known, x64, monkeypatch
 ):
@@ -330,10 +294,16 @@ def test_a_loss_of_ones_own_with_a_mean_over_answers_has_its_whole_gradient(
     for loss in ("gspo", "own_sequences:gspo"):
         recipe = recipe_of(replace(PLAIN, loss=loss, importance="sequence"))
         (rows,) = batch_of(recipe, known, 8)
-        total = lambda params, recipe=recipe, rows=rows: policy_update.loss(params, rows, recipe)[0]  # noqa: E731
-        results.append(jax.jit(jax.value_and_grad(total))(params_of(recipe)))
-    for one, two in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(one, two, rtol=1e-9, atol=1e-13)
+        found = jax.jit(
+            jax.value_and_grad(partial(policy_update.loss, recipe=recipe), has_aux=True)
+        )
+        (value, (sums, _)), gradient = found(params_of(recipe), rows)
+        results.append((value, gradient, sums))
+    assert_same(*(one[:2] for one in results), rtol=1e-9, atol=1e-13)
+    theirs, ours = (one[2] for one in results)
+    assert theirs.keys() - ours.keys() == {"pg_clipfrac", "pg_clipfrac_low", "pg_clipfrac_high"}
+    for name, value in ours.items():
+        assert float(value) == pytest.approx(float(theirs[name]), rel=1e-9), name
 
 
 def test_packing_accumulation_and_sharding_do_not_change_an_update_of_whole_answers(
@@ -350,8 +320,7 @@ def test_packing_accumulation_and_sharding_do_not_change_an_update_of_whole_answ
         state = policy_update.create(params_of(recipe), recipe)
         results.append(policy_update.update(policy_update.programs(recipe), state, batch, 0))
     for other in results[1:]:
-        for one, two in zip(*map(jax.tree.leaves, (results[0], other)), strict=True):
-            np.testing.assert_allclose(one, two, rtol=1e-9, atol=1e-12)
+        assert_same(results[0], other, rtol=1e-9, atol=1e-12)
 
 
 # Sums over answers
@@ -437,28 +406,35 @@ def test_a_kl_in_the_reward_is_that_of_verl(advantage, known, x64):
         np.testing.assert_allclose([rows.advantages for rows in batch], placed, atol=1e-10)
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "rloo", "dr_grpo"])
-def test_a_group_without_a_difference_in_reward_gets_nothing_from_the_kl(advantage, known, x64):
-    """Rewards of 1 each less 0.001 of the KL would give advantages of unit size, whatever the coefficient."""
+def advantages_of(known: list[Answer], rewards: np.ndarray, kind: str) -> np.ndarray:
+    """Of each answer the mean of its tokens', of rewards less a small share of the KL; all count."""
+    kl = [one.old_logprobs - one.reference_logprobs for one in known]
+    found = penalized_advantages(rewards, kl, np.ones(COUNT, bool), kind, 0.001)
+    return np.array([one.mean() for one in found])
+
+
+@pytest.mark.parametrize("kind", [*ADVANTAGES, "reinforce_pp"])
+def test_rewards_without_a_difference_get_nothing_from_the_kl(kind, known):
+    """Those of a group, or with reinforce_pp of the step: else a KL would give advantages of unit size, whatever kl_coef is."""
     rewards = np.ones((2, COUNT // 2))
+    assert not advantages_of(known, rewards, kind).any()
+    if kind == "reinforce_pp":
+        assert not advantages_of(known, np.full((COUNT, 1), 0.7), kind).any()
     rewards[1, ::2] = 0
-    found, given = penalized(advantage, 0.001, known, rewards)
-    alone, _ = penalized(advantage, 0.001, known, np.stack([rewards[1]] * 2))
-    assert not found.advantages[: COUNT // 2].any() and found.kl != 0
-    assert not any(np.asarray(rows.advantages).any() for rows in found.batches[0])
-    assert found.advantages[COUNT // 2 :].all()
-    np.testing.assert_array_equal(found.advantages[COUNT // 2 :], alone.advantages[COUNT // 2 :])
+    found = advantages_of(known, rewards, kind)
+    assert found[COUNT // 2 :].all() and found[: COUNT // 2].all() == (kind == "reinforce_pp")
 
 
-def test_a_step_without_a_difference_in_reward_gets_nothing_from_the_kl(known, x64):
-    """With reinforce_pp, which compares all answers of the step, also of one sample each."""
-    for rewards in (np.full((2, COUNT // 2), 0.7), np.full((COUNT, 1), 0.7)):
-        found, _ = penalized("reinforce_pp", 0.001, known, rewards)
-        assert not found.advantages.any()
-        for rows in (rows for batch in found.batches for rows in batch):
-            assert not np.asarray(rows.advantages).any()
-    rewards[0] = 0
-    assert penalized("reinforce_pp", 0.001, known, rewards)[0].advantages.all()
+@pytest.mark.parametrize("kind", ["grpo", "reinforce_pp"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_log_probs_that_are_not_finite_make_advantages_that_are_not(value, kind, known):
+    """So their update is skipped, and no error blames the rewards; rewards that are not finite themselves are refused."""
+    rewards = np.random.default_rng(3).normal(size=(2, COUNT // 2))
+    moved = [known[0]._replace(old_logprobs=known[0].old_logprobs + value), *known[1:]]
+    is_finite = np.isfinite(advantages_of(moved, rewards, kind))
+    assert not is_finite[0] and is_finite[COUNT // 2 :].all() == (kind == "grpo")
+    with pytest.raises(ValueError, match="1 of 14 rewards are not finite"):
+        advantages_of(known, np.where(rewards == rewards[0, 0], value, rewards), kind)
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "reinforce_pp"])
@@ -491,24 +467,3 @@ def test_answers_that_do_not_count_have_no_kl(advantage, known, x64):
     ]
     np.testing.assert_allclose(found.advantages[counted], expected, atol=1e-10)
     assert not found.advantages[list(out)].any()
-
-
-@pytest.mark.parametrize("advantage", ["grpo", "reinforce_pp"])
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_log_probs_that_are_not_finite_make_the_update_one_that_is_skipped(
-    value, advantage, known, shallow, x64
-):
-    """No error blames the rewards; those that are not finite themselves are refused as ever."""
-    rewards = np.random.default_rng(3).normal(size=(2, COUNT // 2))
-    moved = [known[0]._replace(old_logprobs=known[0].old_logprobs + value), *known[1:]]
-    found, _ = penalized(advantage, 0.3, moved, rewards)
-    recipe = recipe_of(algorithm(), 2, 1)
-    state = policy_update.create(params_of(recipe), recipe)
-    skips = []
-    for batch in found.batches:
-        rows = [one._replace(old_logprobs=None, reference_logprobs=None) for one in batch]
-        state, metrics = policy_update.update(policy_update.programs(recipe), state, rows, 0)
-        skips.append(int(state.skips))
-    assert skips == ([1, 0] if advantage == "grpo" else [1, 2])
-    with pytest.raises(ValueError, match="1 of 14 rewards are not finite"):
-        penalized(advantage, 0.3, known, np.where(rewards == rewards[0, 0], value, rewards))

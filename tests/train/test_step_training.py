@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from idle_process import groups_train
 from jobs import Job
 from test_adaptive_runs import ADAPTIVE, STEPS, UNEVEN, drafter_of
 from test_processes import TOLERANCE
@@ -26,11 +24,10 @@ from training_runs import (
 
 from tlt_jax import cli
 from tlt_jax.checkpoint.store import Store
-from tlt_jax.drafter import investment, step_training
+from tlt_jax.drafter import step_training
 from tlt_jax.drafter.investment import Investment
 from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.executables.compilation import CompileCosts
 from tlt_jax.train import loop
 from tlt_jax.train.run_state import INVESTMENT
 
@@ -104,33 +101,17 @@ def test_what_the_drafter_learns_changes_no_bit_of_the_policy(plain, whole):
     assert [step for step, _ in measured["drafter/acceptance@1"]] == [1, 2, 3, 4]
 
 
-def block_knobs(kind: str) -> dict:
-    return SHARE | {"drafter_training.kind": kind}
-
-
-@pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.matrix), "dspark"])
-def test_a_block_drafter_learns_changes_no_bit_and_resumes(plain, configure, tmp_path, kind):
+def test_a_block_drafter_learns_changes_no_bit_and_resumes(plain, configure, tmp_path):
     """On all rows of each update."""
-    config = configure(tmp_path / "whole", block_knobs(kind))
+    config = configure(tmp_path / "whole", SHARE | {"drafter_training.kind": "dspark"})
     assert loop.train(config) == cli.DONE
     assert_same_bits(config, plain)
     measured = events(config)
     assert [step for step, _ in measured["drafter/acceptance@2"]] == [1, 2, 3, 4]
-    assert ("drafter/confidence_loss" in measured) == (kind == "dspark")
+    assert "drafter/confidence_loss" in measured
     resumed = stopped_after(2, config, tmp_path / "resumed")
     assert loop.train(resumed) == cli.DONE
     assert_equal(drafter_of(resumed, STEPS), drafter_of(config, STEPS))
-
-
-@pytest.mark.matrix  # in the gate test_idle_training.py trains one on idle groups
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_a_block_drafter_learns_on_idle_groups_too(plain, configure, tmp_path, kind, monkeypatch):
-    """Their part of a drafter no run repeats."""
-    groups_train(monkeypatch)
-    idle = configure(tmp_path / "idle", block_knobs(kind))
-    assert loop.train(idle) == cli.DONE
-    assert_same_bits(idle, plain)
-    assert dict(events(idle)["drafter/steps"])[STEPS] >= 6
 
 
 def test_a_non_finite_loss_changes_nothing_is_reported_and_the_run_continues(
@@ -181,39 +162,11 @@ def test_once_drafting_pays_it_starts_is_reported_and_continues_when_resumed(
     assert_same_bits(again, plain)
 
 
-def test_auto_learns_from_rows_until_the_rollout_has_features_and_then_from_what_it_harvests(
-    plain, configure, tmp_path, monkeypatch
-):
-    """The drafter's worth and long steps are faked; no bit of the policy differs."""
-    monkeypatch.setattr(
-        learned_drafter, "payback", lambda engine, *_: (0.0 if engine.drafter else 1e9, 0.0)
-    )
-    monkeypatch.setattr(investment, "LONG", 0.6)  # in so short a run, where compiling costs nothing
-    monkeypatch.setattr(CompileCosts, "of", lambda *_: 0.01)
-    monkeypatch.setattr(investment, "CHANCE", 1e3)
-    monkeypatch.setattr(Investment, "after_step", lambda self, _: replace(self, step_seconds=4.0))
-    rest = {"drafter_training.share": "auto"}
-    config = configure(tmp_path / "run", SHARE | rest)
-    assert loop.train(config) == cli.DONE
-    assert_same_bits(config, plain)
-    measured = {name: dict(values) for name, values in events(config).items()}
-    assert measured["drafter/update_steps"] == {2: 1.0}, "once a step's seconds are known"
-    steps = [measured["drafter/steps"].get(step, 0) for step in (1, 2, 3, 4)]
-    assert steps[:2] == [0, 0] and sum(steps[2:]) > 0, "a busy machine may leave a step no time"
-    known = Investment.of(json.loads(meta_of(config, STEPS)))
-    assert known.tokens == sum(measured["drafter/tokens"].values()) + sum(
-        measured["drafter/update_tokens"].values()
-    )
-
-    again = stopped_after(2, config, tmp_path / "again")
-    assert loop.train(again) == cli.DONE
-    assert_same_bits(again, plain)
-    # The last step has no budget: groups train there only if they happen to be idle.
-    assert int(drafter_of(again, 3).step) > int(drafter_of(config, 2).step)
-
-
 def test_processes_that_disagree_on_seconds_learn_the_same(plain, configure, tmp_path):
-    """share auto: the seconds of process 0 decide the training budget, its rows, and when drafting starts."""
+    """share auto: the seconds of process 0 decide the training budget, its rows, and when drafting starts.
+
+    The drafter learns from rows until the rollout has features, and then from what it harvests.
+    """
     rest = {"drafter_training.share": "auto", "mesh.fake_devices": 2}
     config = configure(tmp_path / "run", SHARE | rest)
     with Job(config, 2, "disagreeing_process", by_launcher=True) as job:
@@ -227,34 +180,9 @@ def test_processes_that_disagree_on_seconds_learn_the_same(plain, configure, tmp
     assert measured["drafter/update_steps"][2] >= 1, "once a step's seconds are known"
     assert measured["drafter/steps"][STEPS - 1] >= 1, "from what is harvested, once drafting pays"
     assert "the drafter drafts from here on" in job.said()
-
-
-def meta_of(config, step):
-    """The investment in the checkpoint of a step, as JSON."""
+    learned = sum(sum(measured[f"drafter/{kind}"].values()) for kind in ("tokens", "update_tokens"))
     with Store(config.run, create=False) as store:
-        return json.dumps(store.restore(step, {}).meta[INVESTMENT])
-
-
-@pytest.mark.matrix  # in the gate runs that learn resume, and test_train.py kills processes
-def test_a_run_killed_while_the_drafter_trains_ends_as_one_that_is_not(plain, whole, tmp_path):
-    config = stopped_after(0, whole, tmp_path / "run")
-    with Job(config, 1, "killed_process") as job:
-        assert job.wait() != [cli.DONE]
-    assert drafter_of(config, 1), "it was killed after its first step"
-    assert not (Path(config.run) / "hf").exists(), "and before its end"
-    assert loop.train(config) == cli.DONE
-    assert_same_bits(config, plain)
-    assert_equal(drafter_of(config, STEPS), drafter_of(whole, STEPS))
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("groups", [1, 4])
-def test_any_number_of_groups_learns_and_changes_no_bit(configure, tmp_path, groups):
-    knobs = {"mesh.data": groups, "rollout.prompts": 4, "train.row_tokens": 96}
-    runs = [configure(tmp_path / str(len(own)), own | knobs) for own in (UNEVEN, SHARE)]
-    assert [loop.train(one) for one in runs] == [cli.DONE] * 2
-    assert_same_bits(*runs)
-    assert dict(events(runs[1])["drafter/update_steps"])[STEPS] >= 1
+        assert Investment.of(store.index(STEPS)["meta"][INVESTMENT]).tokens == learned
 
 
 def test_a_run_that_is_too_short_for_learning_has_no_drafter(plain, configure, tmp_path):

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tlt_jax import cli
 from tlt_jax.checkpoint.store import Store
-from tlt_jax.config import Config
+from tlt_jax.config import Config, load as configuration
 from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import from_config
@@ -25,11 +25,12 @@ from tlt_jax.train.policy_update import PolicyState, Recipe
 
 STEPS = 4
 TASK = {"min_length": 3, "max_length": 4, "modulus": 5}
+SIZES = {
+    "model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "intermediate_size": 16, "max_position_embeddings": 64,
+}  # fmt: skip
 KNOBS = {
-    "model.init": {
-        "model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "intermediate_size": 16, "max_position_embeddings": 64,
-    },
+    "model.init": SIZES,
     "data.task_args": TASK,
     "data.eval_size": 2,
     "data.max_prompt_tokens": 8,
@@ -51,6 +52,14 @@ KNOBS = {
     "reward.environment": ["TOY_REWARD_SECONDS", "TOY_REWARD_RAISES", "JAX_PROCESS_ID"],
     "sft.cache": "off",
 }  # fmt: skip
+
+
+def built(values: dict[str, Any]) -> Config:
+    """The configuration with these values of knobs, the others by default, and the compiled programs of all tests."""
+    values = {"rollout.compile_cache": os.environ["TLT_JAX_TEST_PROGRAMS"]} | values
+    pairs = [(name, value if isinstance(value, str) else json.dumps(value, default=str).strip('"'))
+             for name, value in values.items()]  # fmt: skip
+    return configuration.build({}, pairs)
 
 
 def saved_steps(config: Config) -> list[int]:

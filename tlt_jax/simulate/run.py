@@ -276,7 +276,9 @@ class SimulatedTrainer(Trainer):
                 self.spend("save")
         self.spend("other")
         lap = self.watch.lap()
-        seconds = {PHASES.get(name, name): lap[f"timing_s/{name}"] for name, _ in self.watch.lapped}
+        seconds = {
+            PHASES.get(name, name): lap[f"timing_s/{name}"] for name, *_ in self.watch.lapped
+        }
         compiling = sum(end - start for start, end in result.compile_waits.get(0, ()))
         useful = sum(seconds.values()) - compiling - seconds.get("drafter", 0.0)
         self.state = self.state.replace(investment=self.state.investment.after_step(useful))

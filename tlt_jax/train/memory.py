@@ -80,14 +80,10 @@ log = logging.getLogger(__name__)
 
 def device_bytes(tree: Any) -> int:
     """Bytes of a tree of abstract arrays on one device."""
-
-    def of(leaf: jax.ShapeDtypeStruct) -> int:
-        size = leaf.dtype.itemsize
-        for length in leaf.sharding.shard_shape(leaf.shape):
-            size *= length
-        return size
-
-    return sum(of(leaf) for leaf in jax.tree.leaves(tree))
+    return sum(
+        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def budget(

@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -54,13 +53,6 @@ COMPILING = (
 OF_STEPS = ("loss", "pg_loss", "grad_norm", "reward_kl_penalty")
 
 
-class Span(NamedTuple):
-    """The time from `begin` to `end`, in seconds of one clock."""
-
-    begin: float
-    end: float
-
-
 class Stopwatch:
     """Context that counts every second for one phase, and records every compilation of the process.
 
@@ -77,9 +69,9 @@ class Stopwatch:
     ):
         self.tell = tell
         self.clock, self.phase_name, self.since = clock, OTHER, clock()
-        self.phases: list[tuple[str, Span]] = []
-        self.lapped: list[tuple[str, Span]] = []
-        self.compiling: list[Span] = []
+        self.phases: list[timeline.Phase] = []
+        self.lapped: list[timeline.Phase] = []
+        self.compiling: list[tuple[float, float]] = []
         self.programs, self.thread = 0, threading.get_ident()
 
     def __enter__(self) -> Stopwatch:
@@ -94,7 +86,7 @@ class Stopwatch:
         self.programs += event == COMPILATION
         if event in COMPILING and threading.get_ident() == self.thread:
             now = self.clock()
-            self.compiling.append(Span(now - seconds, now))
+            self.compiling.append((now - seconds, now))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -110,7 +102,7 @@ class Stopwatch:
     def switch_to(self, name: str, reports: bool = True) -> str:
         """Ends the current phase and starts the named one; returns the name of the ended one."""
         before, now = self.phase_name, self.clock()
-        self.phases.append((before, Span(self.since, now)))
+        self.phases.append(timeline.Phase(before, self.since, now))
         self.phase_name, self.since = name, now
         if reports:
             self.tell(name)
@@ -129,9 +121,9 @@ class Stopwatch:
 
         seconds: dict[str, float] = defaultdict(float)
         spent: dict[str, float] = defaultdict(float)
-        for name, span in phases:
-            seconds[f"timing_s/{name}"] += span.end - span.begin
-            clipped = [(max(span.begin, one.begin), min(span.end, one.end)) for one in compiling]
+        for name, start, end in phases:
+            seconds[f"timing_s/{name}"] += end - start
+            clipped = [(max(start, begun), min(end, ended)) for begun, ended in compiling]
             spent[f"perf/compile_s/{name}"] += covered(clipped)
         step = {"timing_s/step": sum(seconds.values()), "perf/compiles": programs}
         step["perf/compile_s"] = sum(spent.values())
@@ -257,8 +249,8 @@ def of_step(
 def phases(watch: Stopwatch, began: float) -> list[timeline.Phase]:
     """The phases of the step that has just ended, in seconds since its rollout `began`."""
     return [
-        timeline.Phase(name, span.begin - began, span.end - began)
-        for name, span in watch.lapped
+        timeline.Phase(name, start - began, end - began)
+        for name, start, end in watch.lapped
         if name != OTHER
     ]
 
