@@ -113,20 +113,11 @@ def test_items_are_restored_alone_and_a_missing_one_is_named(saved):
 
 
 def test_the_newest_and_the_best_are_kept_also_by_the_next_process(tmp_path):
-    scores = {
-        1: 0.1,
-        2: 0.7,
-        3: 0.2,
-        4: None,
-        5: 0.7 - 1e-12,
-        6: 0.3,
-        7: 0.1,
-        8: 0.2,
-    }  # 2 and 5 are equal
+    scores = {1: 0.1, 2: 0.7, 3: 0.2, 5: 0.7 - 1e-12, 6: 0.3, 7: 0.1, 8: 0.2}  # 2 and 5 are equal
     for part in ((1, 2, 3), (4, 5, 6), (7, 8)):
         with Store(tmp_path, keep=2, best_metric="eval/mean@1") as store:
             for step in part:
-                metrics = {"eval/mean@1": scores[step]} if scores[step] is not None else {}
+                metrics = {"eval/mean@1": scores[step]} if step in scores else {}
                 assert store.improves(metrics) == (step in (1, 2)), step
                 store.save(step, {"policy": {"w": jnp.ones(2)}}, metrics=metrics)
                 store.wait()
@@ -233,53 +224,35 @@ def test_a_checkpoint_of_another_run_or_another_name_is_refused(tmp_path):
         store.restore(3, target)
 
 
-def damage(folder, kind: str):
-    """Damages one checkpoint folder."""
-    files = [path for path in (folder / "policy").rglob("d/*") if path.is_file()]
-    if kind == "flipped":
-        for path in files:
-            content = bytearray(path.read_bytes())
-            content[len(content) // 2] ^= 0xFF
-            path.write_bytes(content)
-    elif kind == "truncated":
-        for path in files:
-            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    elif kind == "removed":
-        for path in files:
-            path.unlink()
-    elif kind == "ocdbt":
-        for path in (folder / "policy").rglob("d/*"):
-            path.write_bytes(b"\x0c\xdb" + bytes(40))
-    elif kind == "manifest":
-        for path in (folder / "policy").rglob("manifest.ocdbt"):
-            path.write_bytes(path.read_bytes()[:20])
-    elif kind == "unlisted":
-        (folder / "policy" / "_METADATA").unlink()
-    elif kind == "empty":
-        shutil.rmtree(folder)
-        folder.mkdir()
-    elif kind == "garbled":
-        (folder / "meta" / "metadata").write_text("{")
-    elif kind == "foreign":
-        (folder / "meta" / "metadata").write_text("{}")
-    elif kind == "changed":
-        meta = json.loads((folder / "meta" / "metadata").read_text())
-        meta["items"]["policy"][".weights['w']"]["checksum"] += 1
-        (folder / "meta" / "metadata").write_text(json.dumps(meta))
+def arrays(folder):
+    """The files with the arrays of a checkpoint."""
+    return [path for path in (folder / "policy").rglob("d/*") if path.is_file()]
 
 
-KINDS = (
-    "flipped",
-    "truncated",
-    "removed",
-    "ocdbt",
-    "manifest",
-    "unlisted",
-    "empty",
-    "garbled",
-    "foreign",
-    "changed",
-)
+def changed(folder):
+    path = folder / "meta" / "metadata"
+    meta = json.loads(path.read_text())
+    meta["items"]["policy"][".weights['w']"]["checksum"] += 1
+    path.write_text(json.dumps(meta))
+
+
+def emptied(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+DAMAGE = {
+    "truncated": lambda at: [
+        one.write_bytes(one.read_bytes()[: one.stat().st_size // 2]) for one in arrays(at)
+    ],
+    "removed": lambda at: [one.unlink() for one in arrays(at)],
+    "ocdbt": lambda at: [one.write_bytes(b"\x0c\xdb" + bytes(40)) for one in arrays(at)],
+    "unlisted": lambda at: (at / "policy" / "_METADATA").unlink(),
+    "empty": emptied,
+    "garbled": lambda at: (at / "meta" / "metadata").write_text("{"),
+    "foreign": lambda at: (at / "meta" / "metadata").write_text("{}"),
+    "changed": changed,
+}
 
 
 def test_a_failed_restore_waits_for_all_its_reads(tmp_path, monkeypatch):
@@ -325,12 +298,12 @@ def test_an_event_loop_closes_after_its_tasks_and_the_tasks_that_they_start():
     assert ended == [2, 1, 0] and loop.is_closed() and asyncio.new_event_loop is factory
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_or_foreign_checkpoint_is_refused_by_name_and_the_one_before_it_works(
     kind, saved
 ):
     folder = saved / "checkpoints" / "2"
-    damage(folder, kind)
+    DAMAGE[kind](folder)
     target = {"policy": abstract(state(make_mesh(1, 1)))}
     with Store(saved) as store:
         with pytest.raises(CheckpointError) as error:
@@ -411,6 +384,12 @@ def test_other_errors_are_not_called_damage(error, saved, monkeypatch):
         assert "2 cannot be read" in str(found.value) and "it may be intact" in str(found.value)
 
 
+def in_two_threads(run) -> None:
+    """run(0) and run(1), in threads of these names."""
+    threads = [threading.Thread(target=run, args=(i,), name=str(i)) for i in range(2)]
+    [thread.start() for thread in threads], [thread.join(60) for thread in threads]
+
+
 @pytest.mark.parametrize("first_reads", [True, False])
 def test_an_error_in_one_process_is_raised_in_all(saved, monkeypatch, first_reads):
     """Two processes on a board; the arrays of one are damaged."""
@@ -434,8 +413,7 @@ def test_an_error_in_one_process_is_raised_in_all(saved, monkeypatch, first_read
                 store.set_aside(2)
                 found[process, "left"] = store.steps()
 
-    threads = [threading.Thread(target=run, args=(i,), name=str(i)) for i in range(2)]
-    [thread.start() for thread in threads], [thread.join(60) for thread in threads]
+    in_two_threads(run)
     assert found[0] == found[1] and "DATA_LOSS" in found[0]
     assert found[0, "left"] == found[1, "left"] == [1]
     assert not sums, "checksums are a program of all devices"
@@ -450,8 +428,7 @@ def test_processes_with_different_checkpoints_are_refused(saved, tmp_path_factor
         except CheckpointError as error:
             found.append(str(error))
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
-    [thread.start() for thread in threads], [thread.join(60) for thread in threads]
+    in_two_threads(run)
     assert len(found) == 1 and "process 1 sees the checkpoints [] in " in found[0]
     assert "process 0 [1, 2]: all processes need the same file system" in found[0]
 

@@ -113,29 +113,25 @@ def test_the_sign_test_counts_the_outcomes_of_fair_coins(won, lost):
 
 def test_what_cannot_be_compared_is_named(two, monkeypatch, capsys):
     other = two / "other.jsonl"
+
+    def said(*words: object) -> str:
+        return refused(monkeypatch, capsys, *words)
+
     evaluations.keep(other, 0, judged("w", True, reference="8"))
-    assert "row eval w has the reference answer" in refused(
-        monkeypatch, capsys, "--compare", two, other
-    )
+    assert "row eval w has the reference answer" in said("--compare", two, other)
     evaluations.keep(other, 0, [*judged("w", True, split="train")])
     other.write_text("".join(line + "\n" for line in other.read_text().splitlines()[1:]))
-    assert "share no row" in refused(monkeypatch, capsys, "--compare", two, other)
+    assert "share no row" in said("--compare", two, other)
     evaluations.keep(other, 0, [*judged("w", True), replace(judged("w", True)[0], prompt="?")])
-    assert "several prompts have the id eval w" in refused(
-        monkeypatch, capsys, "--compare", two, other
-    )
+    assert "several prompts have the id eval w" in said("--compare", two, other)
     other.write_text('{"uid": 1}\n')
-    assert "other.jsonl:1 is no answer" in refused(monkeypatch, capsys, "--compare", two, other)
-    assert "has evaluations of steps 0, 20" in refused(
-        monkeypatch, capsys, "--compare", two, f"{two}:7"
-    )
-    assert "nowhere has none" in refused(monkeypatch, capsys, "--compare", two, "nowhere")
-    assert "write --compare A B" in refused(monkeypatch, capsys, "--compare", two)
-    words = ("--compare", two, two, "--rows", "all")
-    assert "--rows 'all' is not known: use won" in refused(monkeypatch, capsys, *words)
-    assert "--k 1,x are no numbers" in refused(monkeypatch, capsys, "--run", two, "--k", "1,x")
-    words = ("--run", two, "--out", two)
-    assert f"--out {two} is a directory" in refused(monkeypatch, capsys, *words)
+    assert "other.jsonl:1 is no answer" in said("--compare", two, other)
+    assert "has evaluations of steps 0, 20" in said("--compare", two, f"{two}:7")
+    assert "nowhere has none" in said("--compare", two, "nowhere")
+    assert "write --compare A B" in said("--compare", two)
+    assert "--rows 'all' is not known: use won" in said("--compare", two, two, "--rows", "all")
+    assert "--k 1,x are no numbers" in said("--run", two, "--k", "1,x")
+    assert f"--out {two} is a directory" in said("--run", two, "--out", two)
 
 
 def test_an_evaluation_is_read_as_it_was_written_with_any_character(tmp_path):

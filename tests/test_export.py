@@ -61,20 +61,8 @@ def call(monkeypatch, *arguments):
 
 def test_the_newest_and_any_kept_checkpoint_are_exported(run, tmp_path, monkeypatch):
     assert call(monkeypatch, "--run", run, "--out", tmp_path / "new", "--mesh.data", "1") == 0
-    assert (
-        call(
-            monkeypatch,
-            "--run",
-            run,
-            "--out",
-            tmp_path / "old",
-            "--step",
-            "1",
-            "--dtype",
-            "bfloat16",
-        )
-        == 0
-    )
+    old = "--out", tmp_path / "old", "--step", "1", "--dtype", "bfloat16"
+    assert call(monkeypatch, "--run", run, *old) == 0
     for name, value in (("new", 2), ("old", 1)):
         config = hf_config.read_config(tmp_path / name)
         params = hf.load(tmp_path / name, config, meshes.make_mesh(1, 1), "float32")

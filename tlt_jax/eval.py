@@ -6,7 +6,6 @@ import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -50,14 +49,6 @@ class Asked:
     splits: list[str]
     ks: list[int]
     out: str
-
-
-class Weights(NamedTuple):
-    """The weights that are evaluated, their step (0 without a run), and where they are from."""
-
-    params: Params
-    step: int
-    source: str
 
 
 def main() -> int:
@@ -107,13 +98,13 @@ def evaluate(config: Config, asked: Asked, scorer: Scorer) -> None:
     from_config.warn_of_tokenizer(config, tokenizer)
     validate.validate_model(config, model, jax.device_count())
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
-    weights = weights_of(config, asked, model, mesh)
+    step, params, source = weights_of(config, asked, model, mesh)
     out = Path(asked.out) if asked.out else None
     if asked.step and not out:
-        out = evaluations.path_of(config.run, weights.step)
+        out = evaluations.path_of(config.run, step)
     if out and out.exists():
         evaluations.read(out)  # raises now what would lose the answers later
-    say(config, dataset, asked, weights)
+    say(config, dataset, asked, source)
 
     config = with_fixed_drafter(config)
     drafter, drafter_params = from_config.load_drafter(config, model, mesh)
@@ -121,35 +112,38 @@ def evaluate(config: Config, asked: Asked, scorer: Scorer) -> None:
     # Of a step the adapters are those of the run; where a run starts they are merged.
     adapters = lora.chosen(config.model.lora) if asked.step else None
     engine = Engine(config, model, mesh, stops, drafter, lora=adapters)
-    published = engine.publish(weights.params, drafter_params)
+    published = engine.publish(params, drafter_params)
     evaluator = Evaluator(config, engine, dataset, tokenizer, scorer)
     for split in asked.splits:
         found = evaluator.evaluate(published, split=split, ks=asked.ks)
         named = {"split": split} if asked.splits != [EVAL] else {}
         print(json.dumps(named | found.metrics), flush=True)
         if out:
-            evaluations.keep(out, weights.step, found.answers)
+            evaluations.keep(out, step, found.answers)
     if out:
         print(f"answers: {out}", file=sys.stderr)
 
 
-def weights_of(config: Config, asked: Asked, model: ModelConfig, mesh: Mesh) -> Weights:
-    """The weights of a step of the run, or of the model of the configuration. Raises UserError."""
+def weights_of(
+    config: Config, asked: Asked, model: ModelConfig, mesh: Mesh
+) -> tuple[int, Params, str]:
+    """The step of the run (0 without one), its weights or those of the configuration, and where they are from.
+
+    Raises UserError.
+    """
     if not asked.step:
-        params = from_config.load_policy(config, model, mesh)
         source = config.model.path or "a new model with random weights (model.init)"
-        trained = run_folder.newest(config)
-        hint = f"; {config.run} has trained {trained} steps: --run {config.run} without --config evaluates them"
-        return Weights(
-            params, 0, f"{source}, where the configuration starts{hint if trained else ''}"
-        )
+        source += ", where the configuration starts"
+        if trained := run_folder.newest(config):
+            source += f"; {config.run} has trained {trained} steps: --run {config.run} without --config evaluates them"
+        return 0, from_config.load_policy(config, model, mesh), source
     step, params, place = run_state.policy_or_export(
         config, Path(config.run), asked.step, model, mesh
     )
-    return Weights(params, step, f"step {step} of {config.run} ({place})")
+    return step, params, f"step {step} of {config.run} ({place})"
 
 
-def say(config: Config, dataset: Dataset, asked: Asked, weights: Weights) -> None:
+def say(config: Config, dataset: Dataset, asked: Asked, source: str) -> None:
     """Prints to stderr which weights, data and prompt format are evaluated."""
     data = config.data
     sources = {EVAL: data.eval or data.train or data.task, TRAIN: data.train or data.task}
@@ -162,7 +156,7 @@ def say(config: Config, dataset: Dataset, asked: Asked, weights: Weights) -> Non
         name: getattr(config.eval, name) for name in ("samples", "temperature", "top_k", "top_p")
     })  # fmt: skip
     lines = [
-        f"weights: {weights.source}",
+        f"weights: {source}",
         dataset.describe(),
         f"evaluates: {', '.join(parts)}, {config.eval.samples} answers each",
         prompt_format.describe(replace(config, rollout=answers)),

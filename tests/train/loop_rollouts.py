@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import references
-import toy_rewards
 from loop_updates import WIDTH, padded, programs_of
 from observed import Run
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tlt_jax.config import Config
 from tlt_jax.data import dataset as datasets
@@ -48,12 +43,6 @@ def eos(config: Config) -> int:
     return datasets.tokenizer(config).eos_token_id
 
 
-def params(config: Config, knobs) -> DecodingParams:
-    """How rollout or evaluation samples, and what ends its answers."""
-    drawn = Sampling(knobs.temperature, knobs.top_k, knobs.top_p)
-    return DecodingParams(drawn, (eos(config),), rules(config))
-
-
 def check_keys(run: Run) -> None:
     """Noise depends on (train.seed, stream, step, uid); evaluations have their own stream, and no step."""
     steps = [(EVALUATION, 0), (TRAINING, 0), (TRAINING, 1), (EVALUATION, 0)]
@@ -62,20 +51,13 @@ def check_keys(run: Run) -> None:
         np.testing.assert_array_equal(one.request.keys, expected)
 
 
-def check_training_rules(run: Run) -> None:
-    """The steps sample as the section `rollout` says."""
-    knobs = run.config.rollout
-    for one in run.trainings:
-        assert one.request.params == params(run.config, knobs)
-        assert one.request.max_new_tokens == (knobs.max_new_tokens,) * knobs.prompts
-        assert (len(one.request.prompts), one.request.samples) == (knobs.prompts, knobs.samples)
-
-
-def check_evaluation_rules(run: Run) -> None:
-    """The evaluations sample as the section `eval` says."""
-    knobs = run.config.eval
-    for one in run.evaluations:
-        assert one.request.params == params(run.config, knobs)
+def check_rules(run: Run) -> None:
+    """Steps sample as the section `rollout` says, evaluations as the section `eval`."""
+    sections = [(one, run.config.rollout) for one in run.trainings]
+    for one, knobs in sections + [(one, run.config.eval) for one in run.evaluations]:
+        drawn = Sampling(knobs.temperature, knobs.top_k, knobs.top_p)
+        expected = DecodingParams(drawn, (eos(run.config),), rules(run.config))
+        assert one.request.params == expected
         assert one.request.max_new_tokens == (knobs.max_new_tokens,) * knobs.prompts
         assert (len(one.request.prompts), one.request.samples) == (knobs.prompts, knobs.samples)
 
@@ -100,21 +82,3 @@ def check_tokens(run: Run) -> None:
             )  # fmt: skip
             assert (answer.tokens.tolist(), answer.finish) == (tokens, finish)
             np.testing.assert_allclose(answer.logprobs, logprobs, rtol=0, atol=1e-9)
-
-
-def check_scores(run: Run) -> None:
-    """The scores are those of the decoded texts; an answer is correct from eval.correct_at on."""
-    events = EventAccumulator(str(Path(run.config.run) / "tensorboard")).Reload()
-    tokenizer, (weight,) = datasets.tokenizer(run.config), run.config.reward.terms.values()
-    for index, one in enumerate(run.evaluations):
-        answers = [tokenizer.decode(a, skip_special_tokens=True) for _, a in one.texts]
-        scores = np.array([weight * toy_rewards.digest("", text, {}) for text in answers])
-        scores = scores.reshape(-1, one.request.samples)
-        correct = scores >= run.config.eval.correct_at
-        expected = {"mean@4": scores.mean()}
-        for k in (1, 2, 4):
-            some = [[any(answers) for answers in combinations(row, k)] for row in correct]
-            expected[f"pass@{k}"] = np.mean(some)
-        for name, value in expected.items():
-            found = events.Scalars(f"eval/{name}")[index].value
-            np.testing.assert_allclose(found, value, rtol=1e-6)

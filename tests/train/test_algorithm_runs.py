@@ -1,9 +1,6 @@
-"""Short runs of the losses and advantages: resumed with drafts the same bits, and advantages of the files."""
+"""Short runs of the losses and advantages: resumed with drafts they have the same bits."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,7 +9,6 @@ from jobs import Job
 from training_runs import completions, events, resumed, state_of
 
 from tlt_jax import cli
-from tlt_jax.config import Config
 from tlt_jax.train import loop
 
 SHORT = {"train.steps": 2, "eval.every": 0, "mesh.data": 1, "model.remat": "none"}
@@ -36,49 +32,13 @@ ALGORITHMS = {
 }  # fmt: skip
 
 
-class Line(NamedTuple):
-    """What the advantages of an answer in a completions file are computed from."""
-
-    reward: float
-    length: int
-    advantage: float
-
-
-def lines(config: Config, step: int) -> list[Line]:
-    found = completions(config)[f"{step:06d}.jsonl"]
-    return [Line(one[4], one[5], one[10]) for one in found]
-
-
-def group_advantages(answers: list[Line]) -> np.ndarray:
-    """GRPO's, of groups of three."""
-    groups = np.array([one.reward for one in answers]).reshape(-1, 3)
-    spread = groups.std(axis=1, ddof=1, keepdims=True) + 1e-6
-    return ((groups - groups.mean(axis=1, keepdims=True)) / spread).reshape(-1)
-
-
-def token_advantages(answers: list[Line]) -> np.ndarray:
-    """REINFORCE++'s: each token has the reward of its answer, since in the first step policy and reference are equal."""
-    rewards = np.array([one.reward for one in answers])
-    tokens = np.repeat(rewards, [one.length for one in answers])
-    return (rewards - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
-
-
-@pytest.mark.parametrize(
-    ("name", "advantages"),
-    [*zip(ALGORITHMS, (group_advantages, token_advantages), strict=True)],
-)
-def test_drafting_changes_no_bit_of_a_policy_that_resumes_exactly(
-    configure, tmp_path, name: str, advantages: Callable
-):
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_drafting_changes_no_bit_of_a_policy_that_resumes_exactly(configure, tmp_path, name: str):
     """In float32."""
     plain = configure(tmp_path / "plain", SHORT | ALGORITHMS[name])
     assert loop.train(plain) == cli.DONE
     measured = events(resumed(plain, tmp_path / "drafted", 1, DRAFTED))
     assert measured["speculation/share"][0][1] > 0
-    found = lines(plain, 1)
-    np.testing.assert_allclose(
-        [one.advantage for one in found], advantages(found), rtol=1e-4, atol=1e-5
-    )
     if "gspo" in name:
         assert measured["actor/sequence_ratio_max"][0][1] >= 1
         assert measured["actor/pg_clipfrac"][0][1] > 0, "the second minibatch leaves its limits"
@@ -99,10 +59,10 @@ def test_two_processes_learn_what_one_does_with_a_kl_in_the_reward(configure, tm
     assert loop.train(alone) == cli.DONE
     with Job(both, 2, by_launcher=True) as job:
         assert job.wait() == [cli.DONE], job.said()
-    for step in (1, 2):
-        ours, theirs = ([one.advantage for one in lines(run, step)] for run in (both, alone))
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
-    assert lines(both, 2)[0].reward == lines(alone, 2)[0].reward
+    for ours, theirs in zip(*(completions(run).values() for run in (both, alone)), strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one[:-1] == other[:-1]  # all but the advantage
+            np.testing.assert_allclose(one[-1], other[-1], rtol=0, atol=1e-5)
     for one, other in zip(
         *(jax.tree.leaves(state_of(run, 2).params) for run in (both, alone)), strict=True
     ):

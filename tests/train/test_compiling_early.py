@@ -18,8 +18,12 @@ from tlt_jax.train import loop, policy_update, sft
 UPDATE = {"empty", "accumulate", "apply", "score"}
 MANY = {"train.steps": 2, "eval.every": 0, "checkpoint.every": 2, "rollout.compile_cache": "off"}
 
-SEVERAL = {"mesh.data": 1, "algorithm.minibatches": 2, "algorithm.kl_coef": 0.1}
-DRAFTING = {"mesh.data": 2, "rollout.deterministic": True, "speculation.drafter": "ngram"}
+SEVERAL = {
+    "algorithm.minibatches": 2,
+    "algorithm.kl_coef": 0.1,
+    "rollout.deterministic": True,
+    "speculation.drafter": "ngram",
+}
 
 
 @pytest.fixture
@@ -43,21 +47,13 @@ def forget() -> None:
     jax.clear_caches()
 
 
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        pytest.param(SEVERAL, marks=pytest.mark.matrix),
-        pytest.param(DRAFTING, marks=pytest.mark.matrix),
-        SEVERAL | DRAFTING,
-    ],
-)
 def test_a_run_that_compiles_early_has_the_same_bits_and_compiles_no_program_twice(
-    configure, tmp_path, monkeypatch, compiled, knobs
+    configure, tmp_path, monkeypatch, compiled
 ):
     def run(name: str, cores: int):
         monkeypatch.setattr(compilation, "cores", lambda: cores)
         forget()
-        config = configure(tmp_path / name, MANY | knobs)
+        config = configure(tmp_path / name, MANY | SEVERAL)
         assert loop.train(config) == cli.DONE
         found = [one for one in compiled if one[0] in {*UPDATE, "to_rollout"}]
         compiled.clear()

@@ -7,13 +7,7 @@ from pathlib import Path
 
 import observed
 import pytest
-from loop_rollouts import (
-    check_evaluation_rules,
-    check_keys,
-    check_scores,
-    check_tokens,
-    check_training_rules,
-)
+from loop_rollouts import check_keys, check_rules, check_tokens
 from loop_updates import check_batches, check_clipping, check_files, check_losses, check_remat
 from observed import Run
 
@@ -38,8 +32,7 @@ KNOBS = {
     "eval.correct_at": 8.0,
 }  # fmt: skip
 CHECKS = [
-    check_keys, check_training_rules, check_evaluation_rules, check_tokens, check_scores,
-    check_files, check_batches, check_losses, check_clipping, check_remat,
+    check_keys, check_rules, check_tokens, check_files, check_batches, check_losses, check_clipping, check_remat,
 ]  # fmt: skip
 
 

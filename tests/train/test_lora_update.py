@@ -21,8 +21,7 @@ from test_policy_update import (
 )
 from test_remat import WIDE, bytes_of, compiled_step, config_of, step_of
 
-from tlt_jax.config import load as configuration, schema
-from tlt_jax.config.load import SHIPPED
+from tlt_jax.config import schema
 from tlt_jax.config.schema import LORA_TARGETS
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example, PackedRows
@@ -34,7 +33,6 @@ from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.models.lora import Adapters
 from tlt_jax.models.low_rank import Lora
 from tlt_jax.optimizer import Adam
-from tlt_jax.plan import programs as planned_programs
 from tlt_jax.train import batch as batches, memory, policy_update
 from tlt_jax.train.policy_update import Recipe
 
@@ -355,37 +353,6 @@ def test_the_arrays_of_an_update_of_adapters_are_worked_by_hand():
     assert found["gradients"] == 4 * adapters // 2
     assert 0 <= found["optimizer"] - 8 * adapters // 2 <= counts
     assert "reference" not in found
-
-
-@pytest.mark.parametrize(
-    ("mesh", "init", "device"),
-    [
-        ((1, 1), {}, 80e9),
-        ((2, 4), {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 40,
-                  "num_key_value_heads": 8, "intermediate_size": 27648}, 141e9),
-    ],
-    ids=["7B on one device of 80 GB", "32B on eight of 141 GB"],
-)  # fmt: skip
-def test_adapters_leave_room_where_all_weights_leave_none(mesh, init, device, monkeypatch):
-    """By shapes, in the update and with the rollout's copy: less than two fifths of a device; an update of all weights of
-    7B, with its reference, needs 1.8 devices, and of 32B more than half of each of the eight."""
-    monkeypatch.setenv("MATH_TRAIN", "-")
-    monkeypatch.setenv("MATH_EVAL", "-")
-    config = configuration.read(SHIPPED / "math_qwen2.5_7b_lora_h100.yaml")
-    model = planned_programs.sizes(
-        replace(config, model=replace(config.model, init=config.model.init | init))
-    )
-    held = []
-    for rank in (config.model.lora.rank, 0):
-        knobs = replace(config.model, lora=replace(config.model.lora, rank=rank))
-        one = replace(config, model=knobs, mesh=replace(config.mesh, data=mesh[0], model=mesh[1]))
-        recipe = Recipe.of(
-            replace(one, train=replace(one.train, rows=mesh[0])), model, make_mesh(*mesh), 1
-        )
-        kinds = memory.learning(one, recipe, None)
-        copy = architecture.abstract(model, recipe.mesh, "rollout", "bfloat16")
-        held.append((sum(kinds.values()) + memory.device_bytes(copy)) / device)
-    assert held[0] < 0.42 and held[1] > (1.8 if mesh == (1, 1) else 0.6)
 
 
 def test_the_estimate_bounds_what_the_compiled_update_of_adapters_needs():

@@ -22,7 +22,6 @@ from tlt_jax.errors import ConfigError
 from tlt_jax.models import from_config
 from tlt_jax.rewards import Score, scorer as scorers
 from tlt_jax.train import batch as batches
-from tlt_jax.train.advantages import answer_weights
 from tlt_jax.train.policy_update import Recipe
 
 LONGEST, BUFFER, FACTOR = 6, 4, 0.7
@@ -203,21 +202,6 @@ def test_a_failed_score_stays_as_it_is(tmp_path):
     config = observed.configure(tmp_path, KNOBS)
     failed = Score(-2.0, {}, "timeout", "no answer after 10 s")
     assert scorers.penalized(config, {7: failed}, {7: LONGEST}) == {7: failed}
-
-
-@pytest.mark.parametrize(
-    ("kind", "weights"),
-    [
-        ("token_mean", [1 / 7, 0, 1 / 7]),
-        ("sequence_mean", [1 / 4, 0, 1 / 10]),
-        ("dr_grpo", [1 / 48, 0, 1 / 48]),
-    ],
-)
-def test_weights_of_filtered_answers_are_those_worked_by_hand(kind, weights):
-    lengths = np.array([2, 16, 5])
-    kept = np.array([True, False, True])
-    np.testing.assert_allclose(answer_weights(lengths, kind, 16, kept), weights)
-    assert not answer_weights(lengths, kind, 16, np.zeros(3, bool)).any()
 
 
 def test_a_buffer_longer_than_any_answer_is_refused(tmp_path):

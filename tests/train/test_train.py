@@ -44,7 +44,6 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import CheckpointError, ConfigError, DataError, Diverged
 from tlt_jax.metrics import evaluations
 from tlt_jax.models import from_config, hf
-from tlt_jax.rollout import engine as engine_module
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.train import (
     batch as batches,
@@ -263,19 +262,6 @@ def test_a_longer_run_that_died_before_its_export_has_the_new_policy_in_the_end(
     assert policy.read_bytes() != earlier
     assert "is finished" not in capsys.readouterr().out
     assert loop.train(config) == cli.DONE and "is finished" in capsys.readouterr().out
-
-
-def test_the_policy_does_not_depend_on_how_the_rollout_was_cut(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_module, "IN_FLIGHT", 1)
-    rollout = replace(whole.rollout, slots=2, chunk=3)
-    config = replace(
-        whole,
-        run=str(tmp_path),
-        rollout=rollout,
-        checkpoint=replace(whole.checkpoint, export=False),
-    )
-    assert loop.train(config) == cli.DONE
-    assert_same_bits(config, whole)
 
 
 def stopped(config: Config, monkeypatch, target, name: str, number: int) -> Config:

@@ -43,10 +43,8 @@ if TYPE_CHECKING:
 DETERMINISTIC_SHARE = 0.05  # what drafter_training.share auto is where no clock takes part
 WINDOW = 512  # most tokens of a finished sequence that are stored together
 WIDTH_MULTIPLE = 16  # of a window
-REPLAY_BYTES, REPLAY_WINDOWS = (
-    512 * 2**20,
-    8,
-)  # of a data group's replay buffer: its size, and the fewest windows
+# Of a data group's replay buffer: its size, and the fewest windows.
+REPLAY_BYTES, REPLAY_WINDOWS = 512 * 2**20, 8
 HELD_OUT = 8  # every 8th sequence is held out from training, to measure on
 
 
@@ -207,7 +205,7 @@ class DrafterLearning:
         idle, engine, investment = self.idle, self.engine, state.investment
         if self.in_update:
             worth = partial(learned_drafter.payback, engine, tuner)
-            left, drafts = self.rollouts_left(state), engine.drafter is not None
+            left, drafts = self.steps - state.step - 1, engine.drafter is not None
             investment = self.in_update.earned(investment, worth, state.step, left, drafts)
         groups = decoding_seconds(rollout, self.config.mesh.data, idle.kind)
         seconds = rollout.stats["seconds"] - max(group.compile_wait for group in groups)
@@ -272,10 +270,6 @@ class DrafterLearning:
         held = ", ".join(f"{depth:.2f}" for depth in depths)
         gain = "" if engine.cost_table else f"; {saved - compile_cost:.0f} s to gain"
         return measured, f"the drafter drafts from here on: of its drafts {held} hold{gain}"
-
-    def rollouts_left(self, state: RunState) -> int:
-        """Rollouts of the run after this step's."""
-        return self.steps - state.step - 1
 
     def export(self, state: RunState) -> None:
         """Writes the drafter's directory, if there is a drafter."""

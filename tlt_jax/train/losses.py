@@ -7,8 +7,7 @@ algorithm of a loss has its importance resolved, and a KL coefficient only where
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 from typing import NamedTuple
 
 import jax
@@ -122,14 +121,6 @@ def cispo_loss(rows: PackedRows, clip_low: float, clip_high: float) -> PolicyLos
 BUILT_IN = {PPO: policy_loss, GSPO: gspo_loss, CISPO: cispo_loss}
 
 
-@shaped
-def custom_loss(
-    name: str, rows: PackedRows, clip_low: float, clip_high: float
-) -> Float[Array, "*T"]:
-    """Loss per token from the user's function `name` (module:function)."""
-    return extension.load("algorithm.loss", name)(rows, clip_low, clip_high)
-
-
 def check(name: str) -> None:
     """Raises ConfigError unless algorithm.loss names a loss of each token that JAX can trace and differentiate."""
     if name in BUILT_IN:
@@ -144,10 +135,14 @@ def check(name: str) -> None:
             f"algorithm.loss {name!r} is called as {SIGNATURE}, and takes other arguments ({reason}): the arrays that it took "
             "are fields of rows, docs/extending.md shows them"
         )
+
+    def total(logprobs: Array, rows: PackedRows) -> Array:
+        return jnp.sum(function(rows._replace(update_logprobs=logprobs), 0.2, 0.2))
+
     try:
         found = jax.eval_shape(lambda rows: function(rows, 0.2, 0.2), rows)
         if getattr(found, "shape", None) == floats.shape:
-            jax.eval_shape(jax.grad(partial(total, function)), floats, rows)
+            jax.eval_shape(jax.grad(total), floats, rows)
     except (TypeError, ValueError, AttributeError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
@@ -158,11 +153,6 @@ def check(name: str) -> None:
         raise ConfigError(
             f"algorithm.loss {name!r} gave {what} for tokens of shape {floats.shape}: return an array with the loss of each"
         )
-
-
-def total(function: Callable[..., Array], logprobs: Array, rows: PackedRows) -> Array:
-    """The sum of a custom loss, as a function of the log-probs."""
-    return jnp.sum(function(rows._replace(update_logprobs=logprobs), 0.2, 0.2))
 
 
 @shaped
@@ -244,7 +234,7 @@ def loss_of(algorithm: Algorithm, rows: PackedRows) -> tuple[Float[Array, "*T"],
     """The loss of each token without importance weights, and whether it was clipped, by metric."""
     limits = algorithm.clip_low, algorithm.clip_high
     if algorithm.loss not in BUILT_IN:
-        return custom_loss(algorithm.loss, rows, *limits), {}
+        return extension.load("algorithm.loss", algorithm.loss)(rows, *limits), {}
     dual = (algorithm.clip_dual,) if algorithm.clip_dual else ()
     found = BUILT_IN[algorithm.loss](rows, *limits, *dual)
     low, high = found.clipped_low, found.clipped_high
@@ -335,15 +325,6 @@ def divisor(name: str) -> str:
 
 
 @shaped
-def segment_sums(
-    values: Shaped[Array, "R T"], segments: Int[Array, "R T"], mask: Bool[Array, "R T"]
-) -> Shaped[Array, "R S"]:
-    """The sum of each segment's answer tokens, of segment s at s - 1; of bool values the number."""
-    is_here = of_segments(segments, mask)
-    return jnp.sum(jnp.where(is_here, values[..., None], 0), axis=1)
-
-
-@shaped
 def answer_sum(
     values: Shaped[Array, "R T"], segments: Int[Array, "R T"], mask: Bool[Array, "R T"]
 ) -> Shaped[Array, "R T"]:
@@ -351,8 +332,9 @@ def answer_sum(
 
     All tokens of an answer have the same bits. It has a gradient. Its sums have a fixed order, on every device.
     """
-    sums = segment_sums(values, segments, mask)
-    return jnp.sum(jnp.where(of_segments(segments, mask), sums[:, None], 0), axis=-1)
+    is_here = of_segments(segments, mask)
+    sums = jnp.sum(jnp.where(is_here, values[..., None], 0), axis=1)
+    return jnp.sum(jnp.where(is_here, sums[:, None], 0), axis=-1)
 
 
 @shaped
