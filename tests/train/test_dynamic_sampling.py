@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from jobs import Job
 from training_runs import (
     assert_same_bits,
     completions,
+    having,
     preempt,
     raise_at,
     resumed,
@@ -182,7 +182,7 @@ def test_a_run_without_it_goes_on_with_it_from_where_it_was(run, still, configur
     """A checkpoint of a run without dynamic sampling has no position."""
     whole = run("everything")
     before = stopped_after(1, whole, tmp_path / "run")
-    config = replace(before, override=True, rollout=replace(before.rollout, max_prompts=WINDOW + 1))
+    config = having(before, override=True, rollout__max_prompts=WINDOW + 1)
     assert loop.train(config) == cli.DONE
     second, expected = steps_of(config)[1], prompts(whole)[WINDOW:]
     assert all(answers[0][0] == expected[prompt] for prompt, answers in second.items())

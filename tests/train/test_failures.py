@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from failing_process import REASON
 from jobs import Job
-from training_runs import completions, saved_steps, stopped_after
+from training_runs import completions, having, saved_steps, stopped_after
 
 from tlt_jax import cli
 from tlt_jax.train import loop
@@ -51,7 +51,7 @@ def failing(config, processes: int, index: int, phase: str, nth: int, mark="") -
 def test_a_process_that_raises_ends_all_soon_with_who_where_and_why(
     processes, phase, nth, whole, tmp_path
 ):
-    config = replace(whole, run=str(tmp_path / "run"), checkpoint=replace(whole.checkpoint, keep=1))
+    config = having(whole, run=str(tmp_path / "run"), checkpoint__keep=1)
     if phase == "resume":
         stopped_after(2, whole, tmp_path / "run")
     fails, mark = 1, tmp_path / "mark"
@@ -163,5 +163,5 @@ def test_a_full_disk_is_one_line_that_names_the_folder_what_is_missing_and_the_l
     ), shown
     filler.unlink(missing_ok=True)
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
-    assert loop.train(replace(config, train=replace(config.train, steps=last + 1))) == cli.DONE
+    assert loop.train(having(config, train__steps=last + 1)) == cli.DONE
     assert max(saved_steps(config)) == last + 1

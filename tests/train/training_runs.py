@@ -62,6 +62,15 @@ def built(values: dict[str, Any]) -> Config:
     return configuration.build({}, pairs)
 
 
+def having(config: Config, **knobs: Any) -> Config:
+    """The configuration with these values; `__` stands for the dot in a name."""
+    for name, value in knobs.items():
+        section, _, knob = name.partition("__")
+        value = replace(getattr(config, section), **{knob: value}) if knob else value
+        config = replace(config, **{section: value})
+    return config
+
+
 def saved_steps(config: Config) -> list[int]:
     with Store(config.run, create=False) as store:
         return store.steps()
@@ -118,10 +127,8 @@ def stopped_after(step: int, config: Config, run: Path) -> Config:
 
 def resumed(whole: Config, run: Path, step: int, knobs: dict[str, Any] | None = None) -> Config:
     """The run, killed after a step and resumed with other values of knobs that may change: it ends with the bits of `whole`."""
-    config = stopped_after(step, whole, run)
-    for name, value in (knobs or {}).items():
-        section, knob = name.split(".")
-        config = replace(config, **{section: replace(getattr(config, section), **{knob: value})})
+    given = {name.replace(".", "__"): value for name, value in (knobs or {}).items()}
+    config = having(stopped_after(step, whole, run), **given)
     assert loop.train(config) == cli.DONE
     assert_same_bits(config, whole)
     return config
