@@ -158,13 +158,6 @@ def test_tensorboard_takes_the_folder_of_runs():
     assert board.flags.logdir == "runs"
 
 
-def test_the_plain_command_trains(tmp_path, monkeypatch):
-    clone(tmp_path)
-    (command,) = [one for one in SHOWN if "runs/cooler" in one]
-    assert start(words_of(command, *TINY), monkeypatch) == 0
-    assert (tmp_path / "runs" / "cooler" / "hf" / "model.safetensors").is_file()
-
-
 def test_a_drafter_is_trained_and_drafts(tmp_path, monkeypatch):
     clone(tmp_path)
     make, train = (one for one in SHOWN if "runs/drafted" in one)

@@ -44,6 +44,5 @@ if __name__ == "__main__":
         names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
         where, count, index = (os.environ[name] for name in names)
         jax.distributed.initialize(where, int(count), int(index))
-    for _ in range(2):  # two engines do not disturb each other
-        with tlt_jax.open_engine(model, json.loads(changes)) as opened:
-            print(json.dumps(use(opened)))
+    with tlt_jax.open_engine(model, json.loads(changes)) as opened:
+        print(json.dumps(use(opened)))

@@ -15,6 +15,7 @@ from training_runs import (
     die,
     events,
     raise_at,
+    spied,
     stopped_after,
 )
 
@@ -140,12 +141,8 @@ def test_a_run_that_died_between_its_exports_makes_both_and_alone_writes_a_draft
 def test_a_resumed_run_has_the_same_policy_and_continues_with_the_drafter(
     adaptive, plain, tmp_path, monkeypatch
 ):
-    config, seen = stopped_after(3, adaptive, tmp_path / "run"), []
-    begin = IdleTraining.begin
-    monkeypatch.setattr(
-        IdleTraining, "begin",
-        lambda self, *given: (seen.append(int(given[-1].step)), begin(self, *given)),
-    )  # fmt: skip
+    config = stopped_after(3, adaptive, tmp_path / "run")
+    seen = spied(monkeypatch, IdleTraining, "begin", lambda self, *given: int(given[-1].step))
     assert loop.train(config) == cli.DONE
     assert_same_bits(config, plain)
     assert seen[0] == int(drafter_of(adaptive, 3).step)
@@ -215,7 +212,7 @@ def test_what_the_run_cannot_pay_back_is_neither_compiled_nor_captured(
     configure, plain, tmp_path, monkeypatch
 ):
     monkeypatch.undo()
-    used = uses_of_learned(monkeypatch)
+    used = spied(monkeypatch, Engine, "use_learned", lambda engine, is_used: is_used)
     config = configure(tmp_path / "run", ADAPTIVE | {"checkpoint.export": True})
     assert loop.train(config) == cli.DONE
     assert_same_bits(config, plain)
@@ -233,26 +230,17 @@ def test_a_drafter_of_a_directory_drafts_from_the_first_step(
     adaptive, plain, configure, tmp_path, monkeypatch
 ):
     monkeypatch.undo()
-    used = uses_of_learned(monkeypatch)
-    offered, choose = set(), Planner.decide
-    monkeypatch.setattr(
-        Planner, "decide",
-        lambda self, *given: (offered.update(self.tuner.usable(self.state, 3, 1)), choose(self, *given))[1],
-    )  # fmt: skip
+    used = spied(monkeypatch, Engine, "use_learned", lambda engine, is_used: is_used)
+    offered = spied(
+        monkeypatch, Planner, "decide", lambda self, *_: self.tuner.usable(self.state, 3, 1)
+    )
     start = {"drafter_training.start": str(run_folder.drafter_export(adaptive))}
     config = configure(tmp_path / "run", ADAPTIVE | start)
-    priors, update_prior = [], goodput.update_prior
-    monkeypatch.setattr(
-        goodput, "update_prior",
-        lambda state, estimated={}: (priors.append(estimated), update_prior(state, estimated))[1],
-    )  # fmt: skip
+    priors = spied(monkeypatch, goodput, "update_prior", lambda state, estimated={}: estimated)
     assert loop.train(config) == cli.DONE
     assert_same_bits(config, plain)
-    assert set(used) == {True} and {arm.drafter for arm in offered} == {
-        "ngram",
-        "learned",
-        "merged",
-    }
+    assert set(used) == {True}
+    assert {arm.drafter for arms in offered for arm in arms} == {"ngram", "learned", "merged"}
     known = events(adaptive)["drafter/acceptance"][-1][1]
     assert priors[0]["learned"][0] == pytest.approx(known), (
         "the last measurement of the earlier run"
@@ -290,13 +278,3 @@ def test_a_new_drafter_of_a_fixed_policy_has_the_draft_vocabulary_of_the_first_a
     counts = np.bincount(np.concatenate(given[1]), minlength=99)
     others = np.delete(counts, ids)
     assert len(ids) == 5 and counts[ids].min() >= others.max() and ids.max() >= 5
-
-
-def uses_of_learned(monkeypatch) -> list[bool]:
-    """The arguments of each call of Engine.use_learned."""
-    used, use = [], Engine.use_learned
-    monkeypatch.setattr(
-        Engine, "use_learned",
-        lambda self, is_used: (used.append(is_used), use(self, is_used))[1],
-    )  # fmt: skip
-    return used

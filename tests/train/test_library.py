@@ -218,7 +218,7 @@ def test_several_processes_get_all_answers_and_those_of_one(alone, joins):
         for one in started:
             one.kill()
     found = [json.loads(line) for one in said for line in one.splitlines() if line.startswith("{")]
-    assert len(found) == 4, said
+    assert len(found) == 2, said
     assert expected["refused"] == "score, of an answer to prompt 1, gave NoneType, not a number"
     for one in found:
         assert one["refused"].endswith(expected["refused"]), "in both processes"

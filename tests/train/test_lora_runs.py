@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -18,7 +17,9 @@ from training_runs import (
     assert_same_bits,
     completions,
     events,
+    having,
     resumed,
+    spied,
     state_of,
     stopped_after,
 )
@@ -50,12 +51,9 @@ def sizes(config: Config) -> tuple:
 def trained(configure, shared):
     """A run with two minibatches and a KL term, and the metrics of each step's optimizer steps."""
     knobs = {"algorithm.kl_coef": 0.1, "algorithm.minibatches": 2, "checkpoint.export": True}
-    config, updates = configure(shared / "lora", LORA | knobs), []
-    summarize = step_metrics.of_update
+    config = configure(shared / "lora", LORA | knobs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            step_metrics, "of_update", lambda *args: updates.append(args[0]) or summarize(*args)
-        )
+        updates = spied(patch, step_metrics, "of_update", lambda *given: given[0])
         assert loop.train(config) == cli.DONE
     return config, updates
 
@@ -115,8 +113,7 @@ def test_a_run_resumes_with_drafts_to_the_bit_and_with_the_same_adapters_alone(t
     assert max(value for _, value in events(drafted)["speculation/accept_length"]) > 1
     other = stopped_after(2, config, tmp_path / "other")
     for name, value in (("rank", 4), ("alpha", 16.0), ("targets", ["q_proj"])):
-        knobs = replace(other.model.lora, **{name: value})
-        changed = replace(other, model=replace(other.model, lora=knobs))
+        changed = having(other, **{f"model__lora__{name}": value})
         with pytest.raises(ConfigError, match=f"model.lora.{name} .* there, .*another run folder"):
             loop.train(changed)
 
@@ -124,7 +121,7 @@ def test_a_run_resumes_with_drafts_to_the_bit_and_with_the_same_adapters_alone(t
 def test_adapters_of_a_step_are_exported_and_start_another_run(configure, trained, tmp_path):
     """On the base that the run saved, since it began with a new model; the KL is to that base, not to the start."""
     config, _ = trained
-    whole = replace(config, model=replace(config.model, lora=replace(config.model.lora, rank=0)))
+    whole = having(config, model__lora__rank=0)
     with pytest.raises(ConfigError, match="--adapter: .* trains all weights"):
         export.export_adapter(whole, Path(config.run), Path("out"))
     out = tmp_path / "adapter"
@@ -144,11 +141,10 @@ def test_adapters_of_a_step_are_exported_and_start_another_run(configure, traine
     kept = run_folder.reference(again) / "model.safetensors"
     assert kept.read_bytes() == (run_folder.reference(config) / "model.safetensors").read_bytes()
 
-    other = replace(again, run=str(tmp_path / "other"))
-    other = replace(other, model=replace(other.model, lora=replace(other.model.lora, rank=4)))
+    other = having(again, run=str(tmp_path / "other"), model__lora__rank=4)
     with pytest.raises(ModelError, match="model.lora .*rank: 4.* has .*rank: 2.*: use its values"):
         loop.train(other)
-    supervised = replace(again, run=str(tmp_path / "sft"), sft=replace(again.sft, steps=1))
+    supervised = having(again, run=str(tmp_path / "sft"), sft__steps=1)
     with pytest.raises(ConfigError, match="sft.steps 1 with the adapters of model.path"):
         loop.train(supervised)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import struct
+from training_runs import assert_equal
 
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.distributed.mesh import make_mesh
@@ -47,10 +47,6 @@ def like(state: RunState) -> RunState:
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
     )
     return shapes.replace(tuner=None)
-
-
-def assert_equal(ours, theirs) -> None:
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 def test_what_is_saved_is_restored(state, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -354,47 +354,46 @@ def test_sums_over_answers_are_those_of_a_loop_and_stay_in_their_answer(x64):
 # A KL in the reward
 
 
-def penalized(advantage: str, kl_coef: float, known: list[Answer], rewards: np.ndarray, left=()):
-    """`batch.penalized` of the answers in two minibatches on two data groups, and how these are packed.
+@pytest.mark.parametrize(
+    ("advantage", "out"),
+    [("grpo", (1, 9)), ("rloo", ()), ("reinforce_pp", ()), ("reinforce_pp", (1, 9))],
+)
+def test_a_kl_in_the_reward_is_that_of_verl(advantage, out, known, x64):
+    """In two minibatches of several accumulation steps on two data groups; against loops over answers and tokens.
 
-    `left`: answers that do not count.
+    The log-probs of answers that do not count may be anything; of groups their rewards count, as those of other answers.
     """
-    half = len(known) // 2
-    known = [one._replace(advantage=r) for one, r in zip(known, rewards.flat, strict=True)]
-    given, parts, counts = [], [], np.ones(len(known), bool)
-    counts[list(left)] = False
-    for first in (0, half):
-        part, counted = known[first : first + half], counts[first : first + half]
-        given.append(packed_of(part, 2, 2))
-        batch = batch_of(recipe_of(PLAIN, 2, 1), part, 2)
-        assert given[-1][1].shape[0] == len(batch) > 1
-        kept = given[-1][1].spread(counted)
-        parts.append(
-            [
-                rows._replace(is_answer=rows.is_answer & (kept[step] > 0))
-                for step, rows in enumerate(batch)
-            ]
+    rewards, counts = np.random.default_rng(3).normal(size=(2, COUNT // 2)), np.ones(COUNT, bool)
+    counts[list(out)] = False
+    moved = [
+        one if counted else one._replace(old_logprobs=one.old_logprobs + np.nan)
+        for one, counted in zip(known, counts, strict=True)
+    ]
+    spans, minibatches = [], []
+    for part in (slice(COUNT // 2), slice(COUNT // 2, COUNT)):
+        spans.append(packed_of(moved[part], 2, 2)[1])
+        batch = batch_of(recipe_of(PLAIN, 2, 1), moved[part], 2)
+        assert spans[-1].shape[0] == len(batch) > 1
+        kept = spans[-1].spread(counts[part]) > 0
+        minibatches.append(
+            [rows._replace(is_answer=rows.is_answer & kept[i]) for i, rows in enumerate(batch)]
         )
-    knobs = algorithm(advantage=advantage, kl_in="reward", kl_coef=kl_coef)
-    spans = [one[1] for one in given]
-    found = batches.penalized(knobs, parts, spans, rewards, counts)
-    return SimpleNamespace(batches=found[0], advantages=found[1], kl=found[2]), spans
+    knobs = algorithm(advantage=advantage, kl_in="reward", kl_coef=0.3)
+    found, advantages, mean_kl = batches.penalized(knobs, minibatches, spans, rewards, counts)
 
-
-@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp"])
-def test_a_kl_in_the_reward_is_that_of_verl(advantage, known, x64):
-    """In two minibatches of several accumulation steps on two data groups; against loops over answers and tokens."""
-    rewards = np.random.default_rng(3).normal(size=(2, COUNT // 2))
-    found, given = penalized(advantage, 0.3, known, rewards)
-    kl = [one.old_logprobs - one.reference_logprobs for one in known]
-    assert found.kl == pytest.approx(np.mean([one.mean() for one in kl]), rel=1e-10)
+    kl = [
+        counted * (one.old_logprobs - one.reference_logprobs)
+        for one, counted in zip(known, counts, strict=True)
+    ]
+    assert mean_kl == pytest.approx(sum(one.mean() for one in kl) / counts.sum(), rel=1e-10)
     less = rewards - 0.3 * np.array([one.sum() for one in kl]).reshape(rewards.shape)
     if advantage == "reinforce_pp":
         returns = [
             r - 0.3 * np.cumsum(one[::-1])[::-1] for r, one in zip(rewards.flat, kl, strict=True)
         ]
-        tokens = np.concatenate(returns)
-        expected = [(one - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8) for one in returns]
+        tokens = np.concatenate([returns[i] for i in np.flatnonzero(counts)])
+        whitened = [(one - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8) for one in returns]
+        expected = [counted * one for one, counted in zip(whitened, counts, strict=True)]
     elif advantage == "grpo":
         spread = less.std(axis=1, ddof=1, keepdims=True) + 1e-6
         whole = (less - less.mean(axis=1, keepdims=True)) / spread
@@ -402,8 +401,8 @@ def test_a_kl_in_the_reward_is_that_of_verl(advantage, known, x64):
     else:
         others = [[np.delete(group, i).mean() for i in range(len(group))] for group in less]
         expected = [np.full(len(one), a) for one, a in zip(kl, (less - others).flat, strict=True)]
-    np.testing.assert_allclose(found.advantages, [one.mean() for one in expected], atol=1e-10)
-    for batch, one, first in zip(found.batches, given, (0, COUNT // 2), strict=True):
+    np.testing.assert_allclose(advantages, [one.mean() for one in expected], atol=1e-10)
+    for batch, one, first in zip(found, spans, (0, COUNT // 2), strict=True):
         placed = one.place(expected[first : first + COUNT // 2])
         np.testing.assert_allclose([rows.advantages for rows in batch], placed, atol=1e-10)
 
@@ -437,35 +436,3 @@ def test_log_probs_that_are_not_finite_make_advantages_that_are_not(value, kind,
     assert not is_finite[0] and is_finite[COUNT // 2 :].all() == (kind == "grpo")
     with pytest.raises(ValueError, match="1 of 14 rewards are not finite"):
         advantages_of(known, np.where(rewards == rewards[0, 0], value, rewards), kind)
-
-
-@pytest.mark.parametrize("advantage", ["grpo", "reinforce_pp"])
-def test_answers_that_do_not_count_have_no_kl(advantage, known, x64):
-    """Their log-probs may be anything; of groups their rewards count, as those of other answers."""
-    rewards, out = np.random.default_rng(3).normal(size=(2, COUNT // 2)), (1, 9)
-    moved = [
-        one._replace(old_logprobs=one.old_logprobs + np.nan) if i in out else one
-        for i, one in enumerate(known)
-    ]
-    found, _ = penalized(advantage, 0.3, moved, rewards, out)
-    kl = np.array([np.sum(one.old_logprobs - one.reference_logprobs) for one in known])
-    each = np.array([len(one.old_logprobs) for one in known])
-    counted = np.delete(np.arange(COUNT), out)
-    assert found.kl == pytest.approx(np.mean((kl / each)[counted]), rel=1e-10)
-    if advantage == "grpo":
-        less = rewards - 0.3 * np.where(np.isin(np.arange(COUNT), out), 0, kl).reshape(2, -1)
-        spread = less.std(axis=1, ddof=1, keepdims=True) + 1e-6
-        expected = ((less - less.mean(axis=1, keepdims=True)) / spread).reshape(-1)
-        np.testing.assert_allclose(found.advantages, expected, atol=1e-10)
-        return
-    kept = [known[i] for i in counted]
-    returns = [
-        r - 0.3 * np.cumsum((one.old_logprobs - one.reference_logprobs)[::-1])[::-1]
-        for r, one in zip(rewards.flat[counted], kept, strict=True)
-    ]
-    tokens = np.concatenate(returns)
-    expected = [
-        ((one - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)).mean() for one in returns
-    ]
-    np.testing.assert_allclose(found.advantages[counted], expected, atol=1e-10)
-    assert not found.advantages[list(out)].any()

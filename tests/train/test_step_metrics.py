@@ -36,20 +36,8 @@ def chunk(
         hits[0, 0, 0], hits[1, 1, 1] = deep
     tokens = 4 * rounds + int(hits.sum())
     return Measurement(
-        0,
-        batch,
-        4.0,
-        256,
-        strategy,
-        rounds,
-        4 * rounds,
-        tokens,
-        seconds,
-        hits,
-        number,
-        predicted,
-        "kept",
-    )
+        0, batch, 4.0, 256, strategy, rounds, 4 * rounds, tokens, seconds, hits, number, predicted, "kept"
+    )  # fmt: skip
 
 
 def metrics(*measurements: Measurement) -> dict[str, float]:
@@ -58,52 +46,32 @@ def metrics(*measurements: Measurement) -> dict[str, float]:
 
 
 def test_drafting_is_reported_by_kind_depth_and_batch_under_names_of_the_list():
-    measured = [
-        chunk(),
-        chunk(seconds=0.7, deep=(20, 5)),
-        chunk(seconds=9.0),
-        chunk(PLAIN, seconds=0.2),
-        chunk(batch=1),
-    ]
-    found = metrics(*measured, chunk(PLAIN, batch=64, seconds=0.3))
+    measured = [chunk(), chunk(seconds=0.7, deep=(20, 5)), chunk(seconds=9.0), chunk(batch=1)]
+    plain = chunk(PLAIN, seconds=0.2), chunk(PLAIN, batch=64, seconds=0.3)
+    found = metrics(*measured, *plain)
     for name in found:
         assert names.find(name, "scalar")
-    assert found["speculation/accept_length/eagle3"] == found["speculation/accept_length"] == 2.5
-    assert found["speculation/accept_rate@1"] == pytest.approx((12 + 20 + 12 + 12) / 160)
-    assert (found["speculation/round_ms@4"], found["speculation/plain_round_ms@4"]) == (
-        pytest.approx(70),
-        pytest.approx(20),
-    )
-    assert (
-        found["speculation/nodes@4"] == pytest.approx((3 * 4 + 1) / 4)
-        and found["speculation/nodes@64"] == 1
-    )
-    assert "speculation/round_ms@64" not in found and "speculation/plain_round_ms@1" not in found
-    assert (found["speculation/pool_programs"], found["speculation/pool_mib"]) == (3, 2)
-    assert "speculation/prediction_error" not in found
+    expected = {
+        "accept_length": 2.5, "accept_length/eagle3": 2.5, "accept_rate@1": (12 + 20 + 12 + 12) / 160,
+        "round_ms@4": 70, "plain_round_ms@4": 20, "nodes@4": (3 * 4 + 1) / 4, "nodes@64": 1,
+        "pool_programs": 3, "pool_mib": 2,
+    }  # fmt: skip
+    assert {name: found[f"speculation/{name}"] for name in expected} == pytest.approx(expected)
+    for name in ("round_ms@64", "plain_round_ms@1", "prediction_error"):
+        assert f"speculation/{name}" not in found
     assert metrics(chunk(PLAIN)) == {}
-    assert metrics(chunk(predicted=2 * 55 / 0.5), chunk())[
-        "speculation/prediction_error"
-    ] == pytest.approx(math.log(2))
+    found = metrics(chunk(predicted=2 * 55 / 0.5), chunk())
+    assert found["speculation/prediction_error"] == pytest.approx(math.log(2))
 
 
-@pytest.mark.parametrize("kind", ["none", "ngram"])
-def test_chunks_become_lines_whose_accepted_rounds_add_up(kind):
+def test_chunks_become_lines_whose_accepted_rounds_add_up():
     rollout = SimpleNamespace(measurements=[chunk(number=7, predicted=90.0), chunk(PLAIN)])
-    lines = step_metrics.chunks(kind, rollout)
-    if kind == "none":
-        assert lines == []
-        return
-    drafted, plain = lines
-    assert (
-        drafted.accepted == [28, 9, 3]
-        and sum(n * count for n, count in enumerate(drafted.accepted)) == 12 + 3
-    )
-    assert (drafted.number, drafted.predicted, drafted.measured) == (
-        7,
-        90.0,
-        pytest.approx(55 / 0.5),
-    )
+    assert step_metrics.chunks("none", rollout) == []
+    drafted, plain = step_metrics.chunks("ngram", rollout)
+    assert drafted.accepted == [28, 9, 3]
+    assert sum(n * count for n, count in enumerate(drafted.accepted)) == 12 + 3
+    assert (drafted.number, drafted.predicted) == (7, 90.0)
+    assert drafted.measured == pytest.approx(55 / 0.5)
     assert (plain.accepted, plain.predicted, plain.strategy) == ([], None, "off")
 
 

@@ -18,6 +18,7 @@ from training_runs import (
     assert_same_bits,
     completions,
     events,
+    spied,
     state_of,
     stopped_after,
 )
@@ -57,15 +58,12 @@ def whole(configure, shared):
 @pytest.fixture(scope="module")
 def recorded(plain, whole, shared):
     """A run resumed after its first step, and the inputs of each drafter training step: policy and rows, as NumPy arrays."""
-    config, given = stopped_after(1, whole, shared / "recorded"), []
-    learn = step_training.learn
-
-    def watched(recipe, drafter, policy, rows, *rest):
-        given.append(jax.tree.map(np.asarray, (policy, rows)))
-        return learn(recipe, drafter, policy, rows, *rest)
-
+    config = stopped_after(1, whole, shared / "recorded")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_training, "learn", watched)
+        given = spied(
+            patch, step_training, "learn",
+            lambda recipe, drafter, policy, rows, step: jax.tree.map(np.asarray, (policy, rows)),
+        )  # fmt: skip
         assert loop.train(config) == cli.DONE
     return config, given
 
@@ -139,15 +137,9 @@ def test_once_drafting_pays_it_starts_is_reported_and_continues_when_resumed(
     plain, whole, tmp_path, monkeypatch, capsys
 ):
     """Drafting is made to pay: after the second step, and after every step of the resumed run."""
-    knows = []
     gain = iter([0.0, 5.0])
     monkeypatch.setattr(learned_drafter, "payback", lambda *_: (next(gain), 0.0))
-    publish = Engine.publish
-    monkeypatch.setattr(
-        Engine,
-        "publish",
-        lambda self, *given: (knows.append(self.drafter is not None), publish(self, *given))[1],
-    )
+    knows = spied(monkeypatch, Engine, "publish", lambda engine, *_: engine.drafter is not None)
     config = stopped_after(0, whole, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "completions")
     assert loop.train(config) == cli.DONE

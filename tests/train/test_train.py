@@ -32,6 +32,7 @@ from training_runs import (
     preempt,
     raise_at,
     saved_steps,
+    spied,
     state_of,
     stopped_after,
 )
@@ -378,24 +379,18 @@ def tuner_of(config: Config, step: int) -> dict:
         return store.index(step)["meta"]["tuner"]
 
 
-def first_state(monkeypatch, config: Config) -> dict:
-    """The tuner's state at the first rollout of a run."""
-    states, run = [], Engine.run
-
-    def watched(engine, request, weights, tuner=None, **rest):
-        states.append(tuner)
-        return run(engine, request, weights, tuner, **rest)
-
-    monkeypatch.setattr(Engine, "run", watched)
-    assert loop.train(config) == cli.DONE
-    return states[0]
+def states_of(monkeypatch) -> list[dict]:
+    """The tuner's state at every rollout from now on."""
+    return spied(monkeypatch, Engine, "run", lambda _, request, weights, tuner, **rest: tuner)
 
 
 def test_a_resumed_run_continues_with_what_its_tuner_learned(drafted, tmp_path, monkeypatch):
     learned = [tuner_of(drafted, step)["state"] for step in (1, 2, 3)]
     assert 20 < learned[0]["choices"] < learned[1]["choices"] < learned[2]["choices"]
     config = stopped_after(2, drafted, tmp_path / "run")
-    assert first_state(monkeypatch, config) == learned[1]
+    states = states_of(monkeypatch)
+    assert loop.train(config) == cli.DONE
+    assert states[0] == learned[1]
     assert list(chosen(config)) == list(chosen(drafted))
     assert chosen(config)["000002.jsonl"] == chosen(drafted)["000002.jsonl"]
     assert_same_bits(config, drafted)
@@ -424,7 +419,9 @@ def test_every_chunk_that_ran_is_written_with_what_was_predicted_and_measured(dr
 def test_other_strategies_reset_the_tuner_and_change_no_bit(drafted, tmp_path, monkeypatch, caplog):
     config = stopped_after(2, drafted, tmp_path / "run")
     config = having(config, speculation__strategies=["1_1_2"])
-    assert first_state(monkeypatch, config) == baselines.begin_beg_mab()
+    states = states_of(monkeypatch)
+    assert loop.train(config) == cli.DONE
+    assert states[0] == baselines.begin_beg_mab()
     lines = [line for line in caplog.messages if "tuner" in line]
     assert lines == [
         "the tuner starts from scratch: its saved state is of another speculation.strategies"
@@ -635,14 +632,9 @@ def test_minibatches_and_a_reference_start_at_ratio_1_and_kl_0(configure, tmp_pa
         "algorithm.importance": "token",
         "eval.every": 0,
     }
-    config, updates, written = configure(tmp_path / "run", knobs), [], []
-    summarize, write = step_metrics.of_update, hf.save_whole
-    monkeypatch.setattr(
-        step_metrics, "of_update", lambda *args: updates.append(args[0]) or summarize(*args)
-    )
-    monkeypatch.setattr(
-        hf, "save_whole", lambda *args, **rest: written.append(args[2].name) or write(*args, **rest)
-    )
+    config = configure(tmp_path / "run", knobs)
+    updates = spied(monkeypatch, step_metrics, "of_update", lambda *given: given[0])
+    written = spied(monkeypatch, hf, "save_whole", lambda *given, **_: given[2].name)
     assert loop.train(config) == cli.DONE
     assert [len(one) for one in updates] == [2] * STEPS
     assert float(updates[0][0]["kl"]) == pytest.approx(0, abs=1e-6)
@@ -685,9 +677,7 @@ def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(
     losses = events(config)["sft/loss"]
     assert [step for step, _ in losses] == list(range(1, 9))
     assert losses[-1][1] < losses[0][1] - 0.2
-    updates = []
-    make = batches.solutions
-    monkeypatch.setattr(batches, "solutions", lambda *args: updates.append(1) or make(*args))
+    updates = spied(monkeypatch, batches, "solutions")
     again = replace(config, run=str(tmp_path / "again"))
     assert loop.train(again) == cli.DONE
     assert not updates
@@ -763,6 +753,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(whole, tmp_path):
     (Path(config.run) / "config.yaml").unlink()
     with pytest.raises(CheckpointError, match="another run: train.seed is 0 there and 9 here"):
         loop.train(having(config, train__seed=9))
+    (Path(config.run) / "config.yaml").unlink()
     source = Path(config.data.train)
     before = source.read_text()
     rows = [json.loads(line) for line in before.splitlines()]
@@ -912,12 +903,12 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer():
     )
 
 
-def test_the_command_of_the_warm_start_says_how_far_it_is(configure, tmp_path, monkeypatch, caplog):
+def test_the_command_of_the_warm_start_says_how_far_it_is(configure, tmp_path, monkeypatch, capsys):
     knobs = {"sft.steps": 2, "sft.batch": 4, "reward.terms": {"task": 1.0}}
     (tmp_path / "config.yaml").write_text(configuration.to_yaml(configure(tmp_path / "run", knobs)))
     words = ["--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "policy")]
     monkeypatch.setattr("tlt_jax.cli.set_environment", lambda config: None)
     monkeypatch.setattr(sys, "argv", ["sft", *words])
-    with caplog.at_level("INFO"):
-        assert sft.main() == 0
-    assert "warm start 2/2" in caplog.text and (tmp_path / "policy" / "config.json").is_file()
+    assert sft.main() == 0
+    assert "warm start 2/2" in capsys.readouterr().out
+    assert (tmp_path / "policy" / "config.json").is_file()

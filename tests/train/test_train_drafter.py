@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from training_runs import SIZES, assert_equal, built, events, preempt, raise_at, saved_steps
+from training_runs import SIZES, assert_equal, built, events, having, preempt, raise_at, saved_steps
 
 from tlt_jax import cli
 from tlt_jax.checkpoint.store import Store
@@ -171,8 +171,9 @@ def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(
 
 def test_what_has_more_steps_than_requested_is_finished(whole, tmp_path, capsys):
     shutil.copytree(whole.run, tmp_path / "run")
-    fewer = replace(whole.drafter_training, steps=STEPS - 1)
-    config = replace(whole, run=str(tmp_path / "run"), drafter_training=fewer, override=True)
+    config = having(
+        whole, run=str(tmp_path / "run"), drafter_training__steps=STEPS - 1, override=True
+    )
     assert drafter.train(config) == cli.DONE
     assert f"is finished: it has all {STEPS} steps" in capsys.readouterr().out
     made_from = tmp_path / "run" / "drafter" / "hf" / "made_from.json"
@@ -185,7 +186,7 @@ def test_what_has_more_steps_than_requested_is_finished(whole, tmp_path, capsys)
 def test_sigterm_saves_and_the_training_resumes_to_the_same_bits(
     whole, tmp_path, monkeypatch, where
 ):
-    config = replace(whole, run=str(tmp_path), checkpoint=replace(whole.checkpoint, every=0))
+    config = having(whole, run=str(tmp_path), checkpoint__every=0)
     target, name = {"answers": (corpus, "write"), "training": (drafter_update, "on_mesh")}[where]
     with monkeypatch.context() as patch:
         raise_at(patch, target, name, 2, preempt)

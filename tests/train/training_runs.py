@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,12 @@ def built(values: dict[str, Any]) -> Config:
     return configuration.build({}, pairs)
 
 
-def having(config: Config, **knobs: Any) -> Config:
-    """The configuration with these values; `__` stands for the dot in a name."""
+def having(config: Any, **knobs: Any) -> Any:
+    """The configuration, or section, with these values; `__` stands for the dot in a name."""
     for name, value in knobs.items():
-        section, _, knob = name.partition("__")
-        value = replace(getattr(config, section), **{knob: value}) if knob else value
-        config = replace(config, **{section: value})
+        head, _, rest = name.partition("__")
+        value = having(getattr(config, head), **{rest: value}) if rest else value
+        config = replace(config, **{head: value})
     return config
 
 
@@ -104,6 +105,18 @@ def raise_at(monkeypatch, target, name: str, number: int, act) -> None:
         return function(*args, **kwargs)
 
     monkeypatch.setattr(target, name, counted)
+
+
+def spied(monkeypatch, target, name: str, seen: Callable = lambda *given, **named: given) -> list:
+    """A list that gets what `seen` makes of the arguments of every call of a function."""
+    function, calls = getattr(target, name), []
+
+    def call(*args, **kwargs):
+        calls.append(seen(*args, **kwargs))
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(target, name, call)
+    return calls
 
 
 def die() -> None:
