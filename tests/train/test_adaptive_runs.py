@@ -165,11 +165,7 @@ def test_the_policy_is_the_same_when_pieces_end_at_random_times(
 
 
 def test_idle_work_that_raises_leaves_the_drafter_and_twice_in_a_row_is_the_end_of_it(
-    configure,
-    plain,
-    tmp_path,
-    monkeypatch,
-    capsys,
+    configure, plain, tmp_path, monkeypatch, capsys
 ):
     def failing(self, group):
         raise OSError("no such luck")
@@ -186,10 +182,7 @@ def test_idle_work_that_raises_leaves_the_drafter_and_twice_in_a_row_is_the_end_
 
 
 def test_a_drafter_that_diverges_is_dropped_and_the_last_good_one_stays(
-    configure,
-    plain,
-    tmp_path,
-    monkeypatch,
+    configure, plain, tmp_path, monkeypatch
 ):
     done = IdleTraining.done
 

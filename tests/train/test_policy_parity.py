@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
 import numpy as np
 import pytest
 from objectives import algorithm
+from test_policy_update import FULL, recipe_of
 
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example
-from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.models import architecture, hf
-from tlt_jax.optimizer import Adam
 from tlt_jax.train import batch as batches, policy_update
 from tlt_jax.train.advantages import answer_weights
-from tlt_jax.train.policy_update import Recipe
 
 MODEL = architecture.ModelConfig(
     family="qwen2", vocab_size=37, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24,
@@ -24,18 +23,7 @@ MODEL = architecture.ModelConfig(
 )  # fmt: skip
 CASES = {
     "on policy": (algorithm(), "token_mean", 1.0),
-    "every term": (
-        algorithm(
-            clip_low=0.1,
-            clip_high=0.3,
-            kl_coef=0.2,
-            entropy_coef=0.05,
-            importance_cap=1.5,
-            importance="token",
-        ),
-        "sequence_mean",
-        0.7,
-    ),
+    "every term": (FULL, "sequence_mean", 0.7),
     "dr_grpo": (algorithm(kl_coef=0.1), "dr_grpo", 0.0),
 }
 
@@ -75,35 +63,19 @@ def test_loss_and_gradients_are_those_of_torch(case, tmp_path, x64):
     from safetensors.numpy import load_file
 
     objective, aggregation, temperature = CASES[case]
-    is_given = case != "on policy"
-    mesh, random = make_mesh(2, 2), np.random.default_rng(0)
-    recipe = Recipe(
-        MODEL,
-        mesh,
-        Adam(1e-3, 10),
-        objective,
-        temperature,
-        param_dtype="float64",
-        compute_dtype="float64",
-        logits_chunk=8,
-        attention_block=8,
-    )
-    examples = [
-        Example(
-            uid,
-            random.integers(0, 37, random.integers(1, 6)),
-            random.integers(0, 37, random.integers(1, 12)),
-        )
-        for uid in range(14)
-    ]
+    random = np.random.default_rng(0)
+    recipe = replace(recipe_of(objective, 2, 2, temperature=temperature), model=MODEL)
+
+    def draw(most: int) -> np.ndarray:
+        return random.integers(0, 37, random.integers(1, most))
+
+    examples = [Example(uid, draw(6), draw(12)) for uid in range(14)]
     lengths = np.array([len(example.answer) for example in examples])
-    weights, advantages = (
-        answer_weights(lengths, aggregation, 16),
-        random.normal(size=len(examples)),
-    )
-    given = (
-        [[-3.6 + random.normal(0, 0.7, n) for n in lengths] for _ in range(3)] if is_given else None
-    )
+    weights = answer_weights(lengths, aggregation, 16)
+    advantages = random.normal(size=len(examples))
+    given = None
+    if case != "on policy":
+        given = [[-3.6 + random.normal(0, 0.7, n) for n in lengths] for _ in range(3)]
 
     packed = packing.pack(examples, row_tokens=24, rows=16, groups=2)
     batch = batches.make_batch(packed, recipe, weights, advantages, given[2] if given else None)
@@ -113,12 +85,12 @@ def test_loss_and_gradients_are_those_of_torch(case, tmp_path, x64):
             old_logprobs=packed[1].place(given[0])[0],
             reference_logprobs=packed[1].place(given[1])[0],
         )
-    params = architecture.init(MODEL, mesh, jax.random.key(0), "float64")
+    params = architecture.init(MODEL, recipe.mesh, jax.random.key(0), "float64")
     loss = partial(policy_update.loss, rows=rows, recipe=recipe)
     (total, _), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
-    hf.save(params, MODEL, tmp_path / "weights", mesh, None, "float64")
-    hf.save(gradient, MODEL, tmp_path / "gradient", mesh, None, "float64")
+    hf.save(params, MODEL, tmp_path / "weights", recipe.mesh, None, "float64")
+    hf.save(gradient, MODEL, tmp_path / "gradient", recipe.mesh, None, "float64")
     model = reference(tmp_path / "weights")
     with all_float64():
         expected = torch_loss(model, objective, temperature, examples, weights, advantages, given)

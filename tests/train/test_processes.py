@@ -8,13 +8,12 @@ import signal
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from idle_process import LEAST, groups_train
 from jobs import Job
 from test_adaptive_runs import ADAPTIVE
-from training_runs import completions, evaluated, events, saved_steps, state_of, stopped_after
+from training_runs import assert_close, completions, evaluated, events, saved_steps, stopped_after
 
 from tlt_jax import cli, open_run, run_folder
 from tlt_jax.config import Config
@@ -34,8 +33,6 @@ KNOBS = ADAPTIVE | {
     "algorithm.overlong": "filtered",
     "reward.overlong_buffer": 20,
 }
-# Sums over data groups on several processes may be taken in another order.
-TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +48,7 @@ def alone(configure, shared):
 def assert_same(config: Config, alone: Config) -> None:
     """Same answers and rewards, same policy up to the order of sums, every step written once."""
     assert completions(config) == completions(alone) and evaluated(config) == evaluated(alone)
-    jax.tree.map(
-        lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE),
-        *(jax.tree.map(np.asarray, state_of(one, STEPS).params) for one in (config, alone)),
-    )
+    assert_close(config, alone)
     for step in range(1, STEPS + 1):
         ours, theirs = (open_run(one.run).completions(step) for one in (config, alone))
         sums = [[answer["logprob"] for answer in answers] for answers in (ours, theirs)]

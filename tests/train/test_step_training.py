@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from jobs import Job
 from test_adaptive_runs import ADAPTIVE, STEPS, UNEVEN, drafter_of
-from test_processes import TOLERANCE
 from training_runs import (
+    assert_close,
     assert_equal,
     assert_same_bits,
     completions,
@@ -164,10 +164,7 @@ def test_processes_that_disagree_on_seconds_learn_the_same(plain, configure, tmp
     with Job(config, 2, "disagreeing_process", by_launcher=True) as job:
         assert job.wait() == [cli.DONE], job.said()
     assert completions(config) == completions(plain)
-    jax.tree.map(  # sums over data groups may be taken in another order
-        lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE),
-        *(jax.tree.map(np.asarray, state_of(one).params) for one in (config, plain)),
-    )
+    assert_close(config, plain)
     measured = {name: dict(values) for name, values in events(config).items()}
     assert measured["drafter/update_steps"][2] >= 1, "once a step's seconds are known"
     assert measured["drafter/steps"][STEPS - 1] >= 1, "from what is harvested, once drafting pays"

@@ -22,6 +22,7 @@ import toy_rewards
 from jobs import Job, run_until
 from training_runs import (
     STEPS,
+    assert_close,
     assert_equal,
     assert_same_bits,
     completions,
@@ -334,11 +335,7 @@ def test_a_run_resumes_on_another_mesh(whole, tmp_path):
     config = having(config, mesh__data=1, mesh__model=2)
     assert loop.train(config) == cli.DONE
     assert completions(config) == completions(whole)
-    ours, theirs = (
-        jax.tree.leaves(state_of(c).params) for c in (config, replace(whole, mesh=config.mesh))
-    )
-    for one, other in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-4)
+    assert_close(config, having(whole, mesh=config.mesh), atol=2e-4)
 
 
 @pytest.fixture(scope="module")

@@ -154,6 +154,13 @@ def assert_same_bits(ours: Config, theirs: Config) -> None:
     assert_equal(state_of(ours, step), state_of(theirs, step))
 
 
+def assert_close(ours: Config, theirs: Config, atol: float = 1e-5) -> None:
+    """The policies after the last step are equal up to the order of sums, which several processes may take in another one."""
+    states = (state_of(one, theirs.train.steps).params for one in (ours, theirs))
+    for one, other in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=atol)
+
+
 def state_of(config: Config, step: int = STEPS) -> PolicyState:
     """The state that the run saved after a step, on the mesh of the configuration."""
     model = from_config.model_config(config, datasets.tokenizer(config))
