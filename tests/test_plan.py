@@ -401,7 +401,7 @@ def test_other_drafters_stay_in_their_data_group_and_copy_no_cache(drafter, tmp_
     assert [one.name for one in behind] == ["catching up of 4"] * (drafter != "ngram")
     assert chunk.name == "rollout chunk 3_2_6 of 4"
     for program in (*behind, chunk):
-        assert_stays_in_its_group(program.name, compiled := program.lowered.compile(), engine)
+        assert_stays_in_its_group(program.name, compiled := program.lower().compile(), engine)
     assert_no_cache_is_copied(compiled, kinds, 8 if drafter == "dspark" else 6)
 
 
@@ -463,9 +463,7 @@ def test_the_seconds_by_bytes_are_those_of_the_bytes_that_a_program_moves():
 
     def shown(function, *arrays, layers=0) -> str:
         lowered = jax.jit(function).lower(*arrays)
-        program = planned_programs.PlannedProgram(
-            "it", lambda: lowered, make_mesh(1, 1), {}, layers
-        )
+        program = report.PlannedProgram("it", lambda: lowered, make_mesh(1, 1), {}, layers)
         compiled = lowered.compile()
         return report.by_bytes(program, compiled, compiled.as_text(), 3 * 4 * 2.0**20)
 

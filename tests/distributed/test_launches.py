@@ -1,4 +1,4 @@
-"""Reads a GPU program's launches from texts of XLA, shortened by hand."""
+"""Collectives of compiled programs, and a GPU program's launches from texts of XLA, shortened by hand."""
 
 from __future__ import annotations
 
@@ -186,3 +186,39 @@ def test_a_program_too_small_for_a_graph_is_read():
 
     found = launches.compile_and_read(jax.jit(halved).lower(shape))[1]
     assert found.kernels > 0 and found.graphs == 0 and not found.is_one_graph
+
+
+@pytest.mark.parametrize(
+    ("named", "groups"),
+    [
+        ("replica_groups={{0,1},{2,3}}, to_apply=add", [[0, 1], [2, 3]]),
+        ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
+        ("source_target_pairs={{0,2},{2,0}}", [[0, 2], [2, 0]]),
+        ("replica_groups=mesh['a'=1,'b'=2,'c'=2] {'c'}", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=4] {'a':(1)2}", [[0, 2], [1, 3]]),
+        ("replica_groups={}", [[0, 1, 2, 3]]),
+    ],
+)
+def test_device_groups_in_every_notation(named, groups):
+    assert launches.device_groups(f"x = all-reduce(y), {named}", 4) == groups
+
+
+def test_axes_crossed_are_those_along_which_members_differ():
+    mesh = make_mesh(2, 4)
+    for groups, axes in (
+        ([[0, 1, 2, 3], [4, 5, 6, 7]], ["model"]),
+        ([[0, 4], [1, 5]], ["data"]),
+        ([list(range(8))], ["data", "model"]),
+        ([[0], [1]], []),
+    ):
+        assert launches.axes_crossed(groups, mesh) == axes
+
+
+@pytest.mark.parametrize("axis", ["data", "model"])
+def test_a_sharded_contraction_reduces_over_its_axis(axis):
+    mesh = make_mesh(2, 4)
+    x = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, PartitionSpec(None, axis)))
+    program = jax.jit(lambda x: x.sum(axis=1)).lower(x).compile()
+    assert launches.collectives(program.as_text(), mesh) == {f"all-reduce over {axis}": 1}

@@ -75,6 +75,7 @@ def _spell(place: str, text: str, lines: Sequence[int | None]) -> str:
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 KINDS = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+NO_FILE = f"no {KINDS} file there"
 ABSENT = object()  # the value of a column that a row does not have
 LONE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: json.loads joins whole ones
 
@@ -236,7 +237,24 @@ HUB_URL = "hf://datasets/"
 WILD = frozenset("*?[")  # of a glob
 
 
+class Missing(Exception):
+    """What is wrong with a source, how to mend it (KNOB: the knob that names it), and a detail."""
+
+    def __init__(self, what: str, fix: str = "correct KNOB", detail: str = ""):
+        super().__init__(what, fix, detail)
+
+
 def locate(source: str, knob: str, problems: Problems) -> dict[Path, str]:
+    """The files of a source, as `find` gives them. Records a problem when there are none."""
+    try:
+        return find(source)
+    except Missing as error:
+        what, fix, detail = error.args
+        problems.add(source, None, what, fix.replace("KNOB", knob), detail)
+    return {}
+
+
+def find(source: str) -> dict[Path, str]:
     """The files of a local path, folder, glob, or data set of the Hugging Face hub; from folders and data sets, one part.
 
     Each with its name in the source: its path below the folder that the files share, of a glob below the last folder before
@@ -244,27 +262,25 @@ def locate(source: str, knob: str, problems: Problems) -> dict[Path, str]:
 
     A data set is owner/name, owner/name@REVISION, or hf://datasets/owner/name/PATTERN. Its parts are splits, possibly of
     subsets ("main/train", "test"), given by the names of its files: owner/name:main/train and folder:train select one.
-    Records a problem when no part matches, or several without a selection.
+    Raises Missing when no part matches, or several without a selection.
     """
     path = Path(source)
     if path.is_file():
         return _named([path], path.parent)
     if path.is_dir():
-        return _in_folder(path, "", source, knob, problems)
+        return _in_folder(path, "", source)
     place, colon, part = source.rpartition(":")
     if colon and Path(place).is_dir():
-        return _in_folder(Path(place), part, source, knob, problems)
+        return _in_folder(Path(place), part, source)
     if source.startswith(HUB_URL):
         owner, name, *rest = source.removeprefix(HUB_URL).split("/")
-        return _from_hub(f"{owner}/{name}", "/".join(rest), "", source, knob, problems)
+        return _from_hub(f"{owner}/{name}", "/".join(rest), "", source)
     if HUB_SET.fullmatch(source) and path.suffix not in SUFFIXES:
         name, _, part = source.partition(":")
-        return _from_hub(name, "", part, source, knob, problems)
+        return _from_hub(name, "", part, source)
     if WILD & set(source):
-        found = _matching(Path(path.anchor or "."), str(path.relative_to(path.anchor)))
-        return found or _none(source, knob, problems)
-    problems.add(source, None, "no such file or folder", f"correct {knob}")
-    return {}
+        return _matching(Path(path.anchor or "."), str(path.relative_to(path.anchor)))
+    raise Missing("no such file or folder")
 
 
 def part_of(name: PurePosixPath) -> str:
@@ -282,10 +298,8 @@ def part_of(name: PurePosixPath) -> str:
     return subset + split
 
 
-def _choose(
-    names: Iterable[PurePosixPath], part: str, source: str, knob: str, problems: Problems
-) -> list[PurePosixPath]:
-    """The sorted files of one part; `part`: its name, split or subset. Records a problem for no or several parts."""
+def _choose(names: Iterable[PurePosixPath], part: str, source: str) -> list[PurePosixPath]:
+    """The sorted files of one part; `part`: its name, split or subset. Raises Missing for no or several parts."""
     parts: dict[str, list[PurePosixPath]] = defaultdict(list)
     for name in sorted(names):
         found = part_of(name)
@@ -294,33 +308,31 @@ def _choose(
     if len(parts) == 1:
         return next(iter(parts.values()))
     if not parts:
-        problems.add(source, None, f"no {KINDS} file there", f"correct {knob}")
-    else:
-        listed = ", ".join(name or "files of no split" for name in parts)
-        place = source.removesuffix(f":{part}") if part else source
-        first = f"{place}:{max(parts)}"
-        what = f"{len(parts)} splits, and none is selected"
-        problems.add(source, None, what, f"write one of them, as {first}", listed)
-    return []
+        raise Missing(NO_FILE)
+    place = source.removesuffix(f":{part}") if part else source
+    raise Missing(
+        f"{len(parts)} splits, and none is selected",
+        f"write one of them, as {place}:{max(parts)}",
+        ", ".join(name or "files of no split" for name in parts),
+    )
 
 
-def _in_folder(
-    folder: Path, part: str, source: str, knob: str, problems: Problems
-) -> dict[Path, str]:
+def _in_folder(folder: Path, part: str, source: str) -> dict[Path, str]:
     names = [PurePosixPath(path.relative_to(folder)) for path in _data_files(folder, "**/*")]
-    return _sharing([folder / name for name in _choose(names, part, source, knob, problems)])
+    return _sharing([folder / name for name in _choose(names, part, source)])
 
 
 def _sharing(files: Sequence[Path]) -> dict[Path, str]:
     """The files, with their paths below the folder that they share."""
-    parents = [path.parent for path in files]
-    return _named(files, Path(os.path.commonpath(parents))) if files else {}
+    return _named(files, Path(os.path.commonpath([path.parent for path in files])))
 
 
 def _matching(folder: Path, pattern: str) -> dict[Path, str]:
     """The data files that match a pattern, with their paths below its last folder before a wildcard."""
     fixed = takewhile(lambda part: not WILD & set(part), PurePosixPath(pattern).parts[:-1])
-    return _named(_data_files(folder, pattern), folder.joinpath(*fixed))
+    if found := _data_files(folder, pattern):
+        return _named(found, folder.joinpath(*fixed))
+    raise Missing(NO_FILE)
 
 
 def _named(files: Sequence[Path], base: Path) -> dict[Path, str]:
@@ -336,14 +348,7 @@ def is_data(name: PurePosixPath) -> bool:
     return name.suffix in SUFFIXES and name.name not in DESCRIPTIONS
 
 
-def _none(source: str, knob: str, problems: Problems) -> dict[Path, str]:
-    problems.add(source, None, f"no {KINDS} file there", f"correct {knob}")
-    return {}
-
-
-def _from_hub(
-    name: str, pattern: str, part: str, source: str, knob: str, problems: Problems
-) -> dict[Path, str]:
+def _from_hub(name: str, pattern: str, part: str, source: str) -> dict[Path, str]:
     """The files of a data set (owner/name or owner/name@revision) that match a pattern, or of one part.
 
     Downloads only these.
@@ -356,7 +361,7 @@ def _from_hub(
     try:
         if pattern:
             folder = huggingface_hub.snapshot_download(repo, allow_patterns=[pattern], **where)
-            return _matching(Path(folder), pattern) or _none(source, knob, problems)
+            return _matching(Path(folder), pattern)
         try:
             listed = huggingface_hub.list_repo_files(repo, **where)
         except (errors.HfHubHTTPError, errors.HFValidationError):
@@ -364,11 +369,9 @@ def _from_hub(
         except Exception:
             # No network, an error of any HTTP library that the client uses: search the files of earlier downloads.
             folder = huggingface_hub.snapshot_download(repo, local_files_only=True, **where)
-            return _in_folder(Path(folder), part, source, knob, problems)
+            return _in_folder(Path(folder), part, source)
         names = [name for name in map(PurePosixPath, listed) if is_data(name)]
-        chosen = list(map(str, _choose(names, part, source, knob, problems)))
-        if not chosen:
-            return {}
+        chosen = list(map(str, _choose(names, part, source)))
         folder = huggingface_hub.snapshot_download(repo, allow_patterns=chosen, **where)
     except (
         errors.HfHubHTTPError,
@@ -376,15 +379,8 @@ def _from_hub(
         errors.LocalEntryNotFoundError,
         OSError,
     ) as error:
-        reason = str(error).strip().splitlines()[0]
-        problems.add(
-            source,
-            None,
-            "neither a local path nor available on the hub",
-            f"correct {knob} or go online",
-            reason,
-        )
-        return {}
+        what, reason = "neither a local path nor available on the hub", str(error).strip()
+        raise Missing(what, "correct KNOB or go online", reason.splitlines()[0]) from error
     return _sharing([Path(folder) / one for one in chosen])
 
 

@@ -51,11 +51,8 @@ class Encoder:
         if not data.chat_template:
             return prompt + data.prompt_suffix
 
-        messages = (
-            [{"role": USER, "content": prompt}]
-            if isinstance(prompt, str)
-            else [dict(m) for m in prompt]
-        )
+        given = [{"role": USER, "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = [dict(message) for message in given]
         for last in [one for one in messages if one["role"] == USER][-1:]:
             last["content"] += data.prompt_suffix
         if data.system and messages[0]["role"] != "system":
@@ -83,19 +80,13 @@ class Encoder:
         return [np.append(t, np.int32(self.tokenizer.eos_token_id)) for t in tokens]
 
     def _tokens(self, texts: list[str], special: bool) -> list[np.ndarray]:
-        if not texts:
-            return []
-        return [
-            np.asarray(ids, np.int32)
-            for ids in self.tokenizer(texts, add_special_tokens=special)["input_ids"]
-        ]
+        found = self.tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
+        return [np.asarray(ids, np.int32) for ids in found]
 
 
 NAME = "prompt_format.json"  # file in a model directory
-OF_TEMPLATE = (
-    "data.system",
-    "data.chat_template_kwargs",
-)  # without effect when data.chat_template is off
+# Without effect when data.chat_template is off.
+OF_TEMPLATE = ("data.system", "data.chat_template_kwargs")
 KNOBS = (
     "data.chat_template", *OF_TEMPLATE, "data.prompt_suffix", "rollout.stop", "rollout.temperature",
     "rollout.top_k", "rollout.top_p", "rollout.max_new_tokens",

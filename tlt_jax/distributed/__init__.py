@@ -1,4 +1,4 @@
-"""The processes of a job, the device mesh with its data groups, the board, device descriptions, and collectives.
+"""The processes of a job, the device mesh with its data groups, the board, and descriptions of absent devices.
 
-Public: process (set_environment, Preemption), mesh, board, topology, collectives, launches, traffic.
+Public: process (set_environment, Preemption), mesh, job, watch, board, topology.
 """

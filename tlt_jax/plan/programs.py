@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from tlt_jax.config import Config
 from tlt_jax.config.schema import ADAPTIVE
 from tlt_jax.data import dataset as datasets, packing
-from tlt_jax.drafter import (
-    recipe as drafter_recipe,
-    update as drafter_update,
-)
+from tlt_jax.drafter import recipe as drafter_recipe, update as drafter_update
 from tlt_jax.drafter.idle_training import MOST_TOKENS
 from tlt_jax.drafter.update import MicroStep
 from tlt_jax.models import from_config, hf_config
 from tlt_jax.models.architecture import ModelConfig
+from tlt_jax.plan.report import PlannedProgram
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import (
     Admit,
@@ -39,25 +35,6 @@ from tlt_jax.train import adaptive, batch as batches, policy_update
 from tlt_jax.train.memory import RESIDENT, ROLLOUT, cache_slots, caches, device_bytes, pick
 from tlt_jax.train.policy_update import Recipe
 from tlt_jax.tuner import make
-
-
-@dataclass(frozen=True)
-class PlannedProgram:
-    """A program that `lowering` lowers; `holds`: bytes by kind on a device while it runs.
-
-    `layers`: of a chunk's model; `levels`: of its draft trees.
-    """
-
-    name: str
-    lowering: Callable[[], jax.stages.Lowered]
-    mesh: Mesh
-    holds: dict[str, int]
-    layers: int = 0
-    levels: int = 0
-
-    @property
-    def lowered(self) -> jax.stages.Lowered:
-        return self.lowering()
 
 
 def sizes(config: Config) -> ModelConfig:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from tlt_jax.distributed import mesh as meshes, topology
 from tlt_jax.plan import launches
-from tlt_jax.plan.launches import collectives
-from tlt_jax.plan.programs import PlannedProgram
 from tlt_jax.train.memory import GIB, advice, spell
+
+
+class PlannedProgram(NamedTuple):
+    """A program; `holds`: bytes by kind on a device while it runs.
+
+    `layers`: of a chunk's model; `levels`: of its draft trees.
+    """
+
+    name: str
+    lower: Callable[[], jax.stages.Lowered]
+    mesh: Mesh
+    holds: dict[str, int]
+    layers: int = 0
+    levels: int = 0
 
 
 class Outcome(NamedTuple):
@@ -37,9 +50,9 @@ def print_report(program: PlannedProgram, limit: int, bandwidth: float | None = 
     # XLA dumps nothing for a program that JAX reads from its cache.
     has_dump = meshes.is_gpu(program.mesh) and not jax.config.jax_compilation_cache_dir
     if program.layers and has_dump:
-        compiled, one_round = launches.compile_and_read(program.lowered)
+        compiled, one_round = launches.compile_and_read(program.lower())
     else:
-        compiled = program.lowered.compile()
+        compiled = program.lower().compile()
     seconds = time.perf_counter() - begin
 
     memory = compiled.memory_analysis()
@@ -52,7 +65,7 @@ def print_report(program: PlannedProgram, limit: int, bandwidth: float | None = 
     print(f"  memory       {spell(resident)}")
     donated = f"{memory.argument_size_in_bytes / GIB:.2f} GiB, {memory.alias_size_in_bytes / GIB:.2f} of it donated"
     print(f"  arguments    {donated}")
-    for name, count in collectives(text, program.mesh).items() or {"none": 0}.items():
+    for name, count in launches.collectives(text, program.mesh).items() or {"none": 0}.items():
         print(f"  collectives  {name}{f': {count}' if count else ''}")
     if one_round:
         print_round(one_round, program, launches.largest_copy(text))
