@@ -119,10 +119,9 @@ class Model:
                     stream.add(event.tokens.tolist())
 
         tokens = [question.tokens for question in questions]
-        result = self.rollouts.roll_out(tokens, rollout, call, [show] if stream else [])
+        answers, result = self.rollouts.roll_out(tokens, rollout, call, [show] if stream else [])
         if stream:
             stream.flush()
-        answers = self.rollouts.answers(tokens, result)
         drafting = [one for one in result.measurements if one.strategy != strategies.PLAIN]
         return {
             "completions": [

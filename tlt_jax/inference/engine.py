@@ -77,20 +77,12 @@ class Answers(Sequence[Answer]):
 
 
 class Scoring:
-    """A selection of `keep` prompts by the scores of a caller's function: what it does wrong is raised in all processes."""
+    """Scores by a caller's function; what it does wrong interrupts the rollout, and is raised in all processes."""
 
-    def __init__(self, keep: int, score: Callable[[Completion], Any]):
-        self.keep, self.score = keep, score
+    def __init__(self, score: Callable[[Completion], Any]):
+        self.score = score
         self.new: dict[int, float] = {}
         self.wrong: list[Exception] = []
-
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of `Engine.run` that select by the scores, and interrupt the rollout once one is missing."""
-        return {
-            "selection": Selection(self.keep, self.scores),
-            "on_finish": self.finished,
-            "interrupted": lambda: bool(self.wrong),
-        }
 
     def finished(self, one: Completion) -> None:
         """Scores an answer."""
@@ -199,20 +191,23 @@ class RolloutModel:
         tokens = [one.tokens for one in self.prompts(prompts)]
         rollout = self.sampling(sampling)
         if keep is None and score is None:
-            return self.answers(tokens, self.roll_out(tokens, rollout, call))
+            return self.roll_out(tokens, rollout, call)[0]
         if keep is None or score is None:
             given, missing = ("score", "keep") if keep is None else ("keep", "score")
             raise ConfigError(f"generate has {given} without {missing}: give both, or none")
         if not callable(score):
             raise ConfigError(f"score is a {type(score).__name__}: give a function")
         keep = whole("keep", keep, 1, len(tokens))
-        scoring = Scoring(keep, lambda one: score(self.answer(tokens, one)))
+        scoring = Scoring(lambda one: score(self.answer(tokens, one)))
         try:
-            result = self.roll_out(tokens, rollout, call, **scoring.arguments())
+            answers, _ = self.roll_out(
+                tokens, rollout, call, selection=Selection(keep, scoring.scores), on_finish=scoring.finished,
+                interrupted=lambda: bool(scoring.wrong),
+            )  # fmt: skip
         except Interrupted:
-            result = None
+            answers = None
         scoring.check(self.engine.job)
-        return self.answers(tokens, result)
+        return answers
 
     def roll_out(
         self,
@@ -221,7 +216,7 @@ class RolloutModel:
         call: int | None = None,
         listeners: Sequence[Callable[[Poll], None]] = (),
         **selecting: Any,
-    ) -> RolloutResult:
+    ) -> tuple[Answers, RolloutResult]:
         """The rollout of `generate`, whose arguments are checked, for int32[P] prompts; the others: those of `Engine.run`."""
         self.check_usable(self.weights)
         call = self.calls if call is None else whole("call", call, 0)
@@ -246,7 +241,18 @@ class RolloutModel:
             )
         finally:
             self.is_answering = False
-        return result
+        # Compilations that ran in the background while it decoded are not subtracted.
+        waits = [sum(end - begin for begin, end in one) for one in result.compile_waits.values()]
+        stats = result.stats
+        answers = Answers(
+            tuple(self.answer(prompts, one) for one in result.completions),
+            int(stats["tokens"]),
+            int(stats["speculated_tokens"]),
+            float(stats["accept_length"]),
+            float(stats["seconds"] - max(waits)),
+            float(max(waits)),
+        )
+        return answers, result
 
     def update_weights(self, params: Params) -> None:
         """Answers come from these weights from here on: Params in the "train" layout, as arrays of any mesh or of NumPy.
@@ -328,20 +334,6 @@ class RolloutModel:
             prompt_format.encode(one, self.config, self.tokenizer, f"prompt {number}")
             for number, one in enumerate(prompts)
         ]
-
-    def answers(self, prompts: Sequence[np.ndarray], result: RolloutResult) -> Answers:
-        """The answers of a rollout."""
-        # Compilations that ran in the background while it decoded are not subtracted.
-        waits = [sum(end - begin for begin, end in one) for one in result.compile_waits.values()]
-        stats = result.stats
-        return Answers(
-            tuple(self.answer(prompts, one) for one in result.completions),
-            int(stats["tokens"]),
-            int(stats["speculated_tokens"]),
-            float(stats["accept_length"]),
-            float(stats["seconds"] - max(waits)),
-            float(max(waits)),
-        )
 
     def answer(self, prompts: Sequence[np.ndarray], one: Completion) -> Answer:
         """The answer of a completion."""
