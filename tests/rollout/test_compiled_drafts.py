@@ -23,13 +23,10 @@ from tlt_jax.spec_decode.tree_drafter import learned_drafter
 # Qwen2.5-7B; the weights of its layers are no part of a draft.
 POLICY = ModelConfig("qwen2", 152_064, 3584, 28, 28, 4, 128, 18_944, 32_768, qkv_bias=True)
 DRAFT_VOCAB = 32_000
-KEYS = (
-    (4096 + 128) * 4 * 128 * 2
-)  # bytes of a layer's keys in a cache of 4096 slots, padded, of one row
-SLICES, FREE = (
-    ("gather", "dynamic-slice", "slice"),
-    ("parameter", "constant", "tuple", "get-tuple-element", "bitcast"),
-)
+# Bytes of a layer's keys in a cache of 4096 slots, padded, of one row.
+KEYS = (4096 + 128) * 4 * 128 * 2
+SLICES = "gather", "dynamic-slice", "slice"
+FREE = "parameter", "constant", "tuple", "get-tuple-element", "bitcast"
 
 
 def lowered(kind: str, chip: str, strategy: str, batch: int, model: int, temperature: float):
@@ -49,9 +46,7 @@ def weight_bytes(kind: str) -> int:
     if kind == "eagle3":
         level = 2 * D * (D + KV) + D * D + 3 * D * F
         return 2 * (3 * D * D + 7 * U * D + 6 * level + level)
-    layer = (
-        D * (D + 2 * KV) + D * D + 3 * D * F
-    )  # its keys and values once more: those of new tokens
+    layer = D * (D + 2 * KV) + D * D + 3 * D * F  # keys and values twice: also of new tokens
     return 2 * (5 * D * D + 2 * layer + U * D + 7 * U * 256)
 
 

@@ -147,14 +147,7 @@ def test_the_results_of_two_processes_merge_into_one(result):
     assert found.compile_waits == {0: [(0.0, 0.0)], 1: [(0.0, 1.0)]}
     tokens = sum(len(one.tokens) for one in result.completions)
     rounds = sum(one.row_rounds for one in result.measurements)
-    assert (found.stats["tokens"], found.stats["seconds"], found.stats["programs"]) == (
-        tokens,
-        3.0,
-        3,
-    )
-    assert found.stats["rounds"] == 8
-    assert (
-        found.stats["tokens_per_second"] == tokens / 3
-        and found.stats["accept_length"] == tokens / rounds
-    )
+    expected = {"tokens": tokens, "seconds": 3.0, "programs": 3, "rounds": 8}
+    expected |= {"tokens_per_second": tokens / 3, "accept_length": tokens / rounds}
+    assert expected.items() <= found.stats.items()
     assert exchange.merged(halves[:1]) is halves[0]

@@ -42,11 +42,8 @@ class Slow:
     """Executables as on an accelerator, whose background compilations end once `allowed` is set."""
 
     def __init__(self, monkeypatch):
-        self.executables, self.allowed, self.requested = (
-            executables(1, V, toys.table_drafter()),
-            threading.Event(),
-            [],
-        )
+        self.executables = executables(1, V, toys.table_drafter())
+        self.allowed, self.requested = threading.Event(), []
         self.executables.waits, make = False, self.executables.make
 
         def gated(program: Program, *rest):

@@ -131,9 +131,8 @@ def test_any_drafter_gives_the_tokens_of_plain_decoding(setting, drafter):
     for one, logp in zip(result.completions, logprobs, strict=True):
         np.testing.assert_allclose(one.logprobs, logp, atol=1e-9)
     row_rounds = sum(measured.row_rounds for measured in result.measurements)
-    alone = (
-        0 if drafter == "none" else SAMPLES
-    )  # the first round of a prompt of one token has nothing to draft from
+    # The first round of a prompt of one token has nothing to draft from.
+    alone = 0 if drafter == "none" else SAMPLES
     assert result.stats["declined"] == (row_rounds if drafter == "broken" else alone)
     assert accepted(result) == result.stats["tokens"] - row_rounds
     assert accepted(result) == sum(one.accepted for one in result.completions)
@@ -159,9 +158,7 @@ def test_a_drafter_that_knows_the_policy_and_the_noise_is_always_right(strategy,
     assert answers(result) == expected
     rounds = 0
     for uid, tokens, _ in expected:
-        alone = (
-            len(PROMPTS[uid // SAMPLES]) == 1
-        )  # the first round of such a prompt has nothing to draft from
+        alone = len(PROMPTS[uid // SAMPLES]) == 1  # as above
         rounds += alone + -(-(len(tokens) - alone) // strategy.path)
     assert sum(measured.row_rounds for measured in result.measurements) == rounds
     assert max(len(tokens) for _, tokens, _ in expected) == LIMIT

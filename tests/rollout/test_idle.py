@@ -61,11 +61,8 @@ class Groups:
 
     def __init__(self, count, clock=None):
         self.clock = clock or simulator.VirtualClock()
-        self.states, self.idle, self.waiting = (
-            dict.fromkeys(range(count), GroupState()),
-            set(),
-            set(),
-        )
+        self.states = dict.fromkeys(range(count), GroupState())
+        self.idle, self.waiting = set(), set()
         self.is_idle, self.is_waiting = self.idle.__contains__, self.waiting.__contains__
         self.is_done = lambda: self.idle == self.states.keys()
         self.tell = lambda poll: None

@@ -69,10 +69,8 @@ def trained() -> drafters.DrafterParams:
         logits_chunk=128, attention_block=32,
     )  # fmt: skip
     policy = architecture.init(tiny.MODEL, mesh, jax.random.key(0), "float64")
-    state, random = (
-        drafter_recipe.create(drafter_of("eagle3", mesh), recipe),
-        np.random.default_rng(0),
-    )
+    state = drafter_recipe.create(drafter_of("eagle3", mesh), recipe)
+    random = np.random.default_rng(0)
     ones = np.ones((8, 32), np.int32)
     for _ in range(UPDATES):
         texts = random.integers(0, tiny.MODEL.vocab_size, ones.shape, np.int32)

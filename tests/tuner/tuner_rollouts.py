@@ -94,12 +94,8 @@ def seconds(runs) -> float:
 def chunk(scenario, random, choice, left, done, batch, slots) -> Measurement:
     """Runs up to CHUNK rounds on the answers, in place; its seconds have no noise."""
     arm, rows = choice.strategy, np.nonzero(left > 0)[0]
-    hits, rounds, row_rounds, tokens = (
-        np.zeros((max(arm.depth, 1), arm.nodes, max(arm.topk, 1)), int),
-        0,
-        0,
-        0,
-    )
+    hits = np.zeros((max(arm.depth, 1), arm.nodes, max(arm.topk, 1)), int)
+    rounds = row_rounds = tokens = 0
     while rounds < min(CHUNK, choice.rounds) and len(rows):
         accepted = np.zeros(len(rows), int)
         if arm != PLAIN:

@@ -120,10 +120,8 @@ class EngineBase:
         self, prompts: Sequence[np.ndarray], max_new_tokens: int | Sequence[int]
     ) -> list[int]:
         """Cache lengths to compile: those of the engine, and what these prompts need beyond it."""
-        lengths, limit = (
-            np.asarray([len(prompt) for prompt in prompts]),
-            int(np.max(max_new_tokens)),
-        )
+        lengths = np.asarray([len(prompt) for prompt in prompts])
+        limit = int(np.max(max_new_tokens))
         need = max(int(np.max(lengths + max_new_tokens)), bucket_width(int(lengths.max())))
         usual = self.config.data.max_prompt_tokens
         usual = max(usual + max(limit, self.config.rollout.max_new_tokens), bucket_width(usual))
@@ -210,12 +208,12 @@ class Engine(EngineBase):
         self.captures_states = captures_states
         self.lora = low_rank.kept_apart(lora, config.model.compute_dtype)
         self.groups = [meshes.data_group(mesh, index) for index in range(mesh.shape["data"])]
-        try:
-            self.local_groups = (
-                meshes.local_groups(mesh) if job.count > 1 else [*range(self.group_count)]
-            )
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        self.local_groups = [*range(len(self.groups))]
+        if job.count > 1:
+            try:
+                self.local_groups = meshes.local_groups(mesh)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
         self.fused = self.checked_kernels()
         self.basis = tuner_basis(config, mesh, self.drafter_kind)
         self.ngram_memory = None

@@ -226,9 +226,7 @@ class RolloutRecorder:
     observe: Callable[[Measurement], None] = lambda measurement: None
     parts: dict[int, list[Emitted]] = field(default_factory=dict)
     completions: dict[int, Completion] = field(default_factory=dict)
-    lengths: list[int] = field(
-        default_factory=list
-    )  # tokens of each answer, in the order in which they ended
+    lengths: list[int] = field(default_factory=list)  # tokens of each answer, as they ended
     spans: list[Span] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
@@ -237,9 +235,8 @@ class RolloutRecorder:
     totals: Counter = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.polled, self.free_at, self.uncertainty, self.catch_up = (
-            Counter() for _ in range(4)
-        )  # by group
+        by_group = [Counter() for _ in range(4)]
+        self.polled, self.free_at, self.uncertainty, self.catch_up = by_group
 
     def record(self, poll: Poll) -> None:
         """Adds one poll, which read the programs that were ready at `began`, and dispatched others until `ended`."""

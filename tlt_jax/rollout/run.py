@@ -248,11 +248,9 @@ def first_programs(engine: Engine, request: RolloutRequest, tuner: TunerState) -
     index, payback = engine.local_groups[0], Payback()
     payback.begin(request.rollouts_left, len(request.keys))
     sizes = len(request.prompts), request.samples
-    queue = (
-        DealtQueue(index, len(engine.groups), *sizes)
-        if engine.cost_table
-        else WorkQueue(LocalBoard(), "first", *sizes)
-    )
+    queue = WorkQueue(LocalBoard(), "first", *sizes)
+    if engine.cost_table:
+        queue = DealtQueue(index, len(engine.groups), *sizes)
     context = GroupContext(
         index, Nothing(), None, request, queue, make_planner(engine, request, tuner, payback), needs(engine)
     )  # fmt: skip

@@ -148,12 +148,9 @@ class Selecting:
         self.chooser = Chooser(selection, window, samples, in_waves)
         self.choice: KeptPrompts | None = None
         self.bound, self.cap = self.chooser.bound, self.chooser.cap
-        self.begun: Counter[int] = (
-            Counter()
-        )  # answers begun here whose scores are not sent, by prompt
-        self.held: dict[
-            int, dict[int, float]
-        ] = {}  # scores that are not sent, by prompt and sample
+        # Scores that are not sent: of how many answers that were begun here, by prompt; those that came, by sample too.
+        self.begun: Counter[int] = Counter()
+        self.held: dict[int, dict[int, float]] = {}
         self.unscored = self.sent = 0  # finished answers without a score; messages
         self.polled_at, self.waited, self.waits_since = -math.inf, 0.0, math.nan
         self.written = ""

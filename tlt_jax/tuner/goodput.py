@@ -198,12 +198,8 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
     # Without a reliable time the loss of an exploration is unknown: the incumbent's time for its
     # rounds is deducted; nothing for the first run of a program, which happens once.
     if not seen.is_timed:
-        charge = (
-            0.0
-            if math.isinf(seen.uncertainty)
-            else usual * min(1, EXPLORATION_ROUNDS / seen.rounds)
-        )
-
+        is_first = math.isinf(seen.uncertainty)
+        charge = 0.0 if is_first else usual * min(1, EXPLORATION_ROUNDS / seen.rounds)
         return {**state, "funds": state["funds"] - charge}
 
     funds = state["funds"] + seen.seconds * (SHARE + DIVIDEND * max(state["gain"] - 1, 0.0))

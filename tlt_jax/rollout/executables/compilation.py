@@ -125,11 +125,8 @@ class Executables:
         self.ran: set[Program] = set()
         self.compiles: list[Compiled] = []
         self.waited: list[tuple[float, float]] = []  # start and end of each wait
-        self.is_cpu, self.compile_costs, self.disk_cache = (
-            is_cpu(shapes[0].mesh),
-            CompileCosts(),
-            kept or ExecutableCache(),
-        )
+        self.is_cpu, self.compile_costs = is_cpu(shapes[0].mesh), CompileCosts()
+        self.disk_cache = kept or ExecutableCache()
         self.serialized: dict[Program, SerializedExecutable] = {}  # of group 0's programs
         self.spare_cores = cores() - (jax.local_device_count() if self.is_cpu else 0)
         self.waits = self.spare_cores <= 0

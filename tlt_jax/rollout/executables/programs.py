@@ -25,10 +25,8 @@ from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 if TYPE_CHECKING:
     from tlt_jax.rollout.executables.compilation import Executables
 
-DRAFTS, LEVEL = (
-    1.8,
-    0.05,
-)  # relative seconds of compiling a chunk that drafts, and of each of its levels
+# Relative seconds of compiling a chunk that drafts, and of each of its levels.
+DRAFTS, LEVEL = 1.8, 0.05
 
 
 @dataclass(frozen=True)

@@ -248,9 +248,8 @@ def prefill_sources(
     prompts = list(dict.fromkeys(prompt for prompt, _ in starts))
     sources = [one for one in state.prefills if any(prompt in one.rows for prompt in prompts)]
     new = [prompt for prompt in prompts if not any(prompt in one.rows for one in sources)]
-    new = sorted(
-        new, key=lambda prompt: len(request.prompts[prompt]), reverse=True
-    )  # so that few are padded to a larger width
+    # Longest first, so that few are padded to a larger width.
+    new.sort(key=lambda prompt: len(request.prompts[prompt]), reverse=True)
     while new:
         width = bucket_width(len(request.prompts[new[0]]))
         size = block_size(len(new), width)
@@ -410,9 +409,8 @@ def harvest(
         if context.programs.compile_cost(program):
             return state.replace(windows=later), []
     values = program(context.programs, state.device, rows, starts)
-    marker = (
-        values.features if values.states is None else values.states
-    )  # features may have width 0
+    # Features may have width 0.
+    marker = values.features if values.states is None else values.states
     flight = InFlight(state.dispatched, "harvest", marker, windows=now, values=values)
     event = Dispatched(flight.number, "harvest", state.batch, state.slots)
     return queued(state.replace(windows=later), flight), [event]
