@@ -208,7 +208,7 @@ def test_every_step_and_message_is_a_row_and_a_column_comes_with_its_metric(show
         ["1/10", "0.500", "32", "2.0", ""],
         [said],
         ["<b>it</b> :smile:"],
-        ["2/10", "0.250", "32", "2.0", "1.23"],
+        ["2/10", "0.250", "32", "2.0", "1.2"],
     ]
     assert "step 2 of 10, 0:16 to go" in texts[-1]
     assert [len(rows_of(text)) for text in texts] == [1, 2, 3, 4, 5], "it grows"

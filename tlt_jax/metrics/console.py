@@ -9,7 +9,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn
@@ -20,19 +19,8 @@ WIDTH = 120  # columns of a line where there is no terminal
 COMPILES_EVERY_S = 20.0  # seconds between two lines about compilations without another line
 SHOWN = 200  # latest rows of a notebook's table, which is sent again at each step
 REDRAW_S = 1.0  # least seconds between two times that a table shows compilations
-# Title, metric and format of each column; one appears with the first step that has its metric.
-COLUMNS = (
-    ("reward", "reward/mean", "{:.3f}"),
-    ("length", "response_length/mean", "{:.0f}"),
-    ("loss", "drafter/loss", "{:.3f}"),
-    ("agreement", "drafter/agreement@1", "{:.3f}"),
-    ("tokens/s", "perf/tokens_per_second", "{:,.0f}"),
-    ("s/step", "timing_s/step", "{:.1f}"),
-    ("accept", "speculation/accept_length", "{:.2f}"),
-    ("idle", "idle/ratio", "{:.0%}"),
-    ("ratio", "actor/sequence_ratio_max", "{:.3f}"),
-    ("masked", "rollout_corr/rollout_rs_seq_masked_fraction", "{:.1%}"),
-)
+LEFT = "to go"
+BEHIND = "tokens/s", "s/step", LEFT  # titles that stand behind the number in a line
 CELL = '<td style="text-align:right">{}</td>'
 
 
@@ -58,8 +46,8 @@ class Display(ABC):
         """Shows a message as it is: no text is markup."""
 
     @abstractmethod
-    def show(self, step: int, values: Mapping[str, float], cells: Sequence[str]) -> None:
-        """Shows a finished step: its values, or the cells of its line."""
+    def show(self, step: int, cells: Sequence[str], texts: Mapping[str, str]) -> None:
+        """Shows a finished step: the cells of its line, or the texts of its columns by title."""
 
     @abstractmethod
     def recount(self) -> None:
@@ -75,11 +63,15 @@ class Display(ABC):
         self._durations.append(values.get("timing_s/step", now - self._last))
         self._last, self._done = now, step
         per_step = sum(self._durations) / len(self._durations)
-        cells = [self._place(step), *columns(values, per_step, self._left())]
+        texts = columns(values, per_step, self._left())
+        cells = [self._place(step)]
+        for title, text in texts.items():
+            pair = (text, title) if title in BEHIND else (title, text)
+            cells.append(" ".join(pair) if text else "")
         self._widths = [max(one, len(cell)) for one, cell in zip(self._widths, cells, strict=True)]
         pairs = zip(cells, self._widths, strict=True)
         cells = [cell.rjust(width) for cell, width in pairs if width]
-        self.show(step, values, cells)
+        self.show(step, cells, texts)
         return fitted(cells, WIDTH)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> str:
@@ -100,7 +92,7 @@ class Display(ABC):
     def _left(self) -> str:
         """The expected time to the last step."""
         per_step = sum(self._durations) / len(self._durations)
-        return f"{clock(per_step * (self._total - self._done))} to go"
+        return clock(per_step * (self._total - self._done))
 
     def _place(self, step: int) -> str:
         return f"step {step}/{self._total}"
@@ -154,11 +146,11 @@ class Progress(Display):
             self._bar.start()
         super().__init__(total_steps, first_step)
 
-    def show(self, step: int, values: Mapping[str, float], cells: Sequence[str]) -> None:
+    def show(self, step: int, cells: Sequence[str], texts: Mapping[str, str]) -> None:
         self._say_compiles()
         self.say(fitted(cells, self.width))
         if self._bar:
-            self._bar.update(self._task, completed=step, status=self._left())
+            self._bar.update(self._task, completed=step, status=f"{self._left()} {LEFT}")
 
     def recount(self) -> None:
         if self._bar:
@@ -191,14 +183,12 @@ class Table(Display):
     ):
         super().__init__(total_steps, first_step)
         self._draw = draw or output()
-        self._rows: deque[Mapping[str, float] | str] = deque(maxlen=SHOWN)
+        self._rows: deque[Mapping[str, str] | str] = deque(maxlen=SHOWN)
         self._count = 0  # of rows, with those that are no longer shown
         self._redraw()
 
-    def show(self, step: int, values: Mapping[str, float], cells: Sequence[str]) -> None:
-        self._add(
-            {"step": step, **{name: values[name] for _, name, _ in COLUMNS if name in values}}
-        )
+    def show(self, step: int, cells: Sequence[str], texts: Mapping[str, str]) -> None:
+        self._add({"step": f"{step}/{self._total}", **texts, LEFT: ""})
 
     def say(self, text: str) -> None:
         self._add(text)
@@ -211,7 +201,7 @@ class Table(Display):
         super().close()
         self._redraw()
 
-    def _add(self, row: Mapping[str, float] | str) -> None:
+    def _add(self, row: Mapping[str, str] | str) -> None:
         self._rows.append(row)
         self._count += 1
         self._redraw()
@@ -220,26 +210,25 @@ class Table(Display):
         """Shows the table as it is now."""
         self._drawn = time.monotonic()
         steps = [row for row in self._rows if not isinstance(row, str)]
-        columns = [one for one in COLUMNS if any(one[1] in row for row in steps)]
-        head = "".join(f"<th>{title}</th>" for title in ("step", *(one[0] for one in columns)))
-        body = "".join(row_of(row, columns, self._total) for row in self._rows)
+        # Steps have the same titles, and one of them a text in each column.
+        titles = [one for one in (steps or [{}])[0] if any(row[one] for row in steps)] or ["step"]
+        head = "".join(f"<th>{title}</th>" for title in titles)
+        body = "".join(row_of(row, titles) for row in self._rows)
         earlier = self._count - len(self._rows)
         more = f"<p>{earlier} earlier rows are not shown</p>" if earlier else ""
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         status = [f"step {self._done} of {self._total}"]
-        status += [self._left()] if self._durations else []
+        status += [f"{self._left()} {LEFT}"] if self._durations else []
         status += [self._compiles()] if self._programs else []
         self._draw(f"{more}{table}<p>{html.escape(', '.join(status))}</p>")
 
 
-def row_of(row: Mapping[str, float] | str, columns: Any, total: int) -> str:
-    """A row as HTML: a step, or a message over all columns. A missing value is empty."""
+def row_of(row: Mapping[str, str] | str, titles: Sequence[str]) -> str:
+    """A row as HTML: a step, or a message over all columns."""
     if isinstance(row, str):
         text = html.escape(row)
-        return f'<tr><td colspan="{1 + len(columns)}" style="text-align:left">{text}</td></tr>'
-    cells = [f"{row['step']}/{total}"]
-    cells += [form.format(row[name]) if name in row else "" for _, name, form in columns]
-    return f"<tr>{''.join(map(CELL.format, cells))}</tr>"
+        return f'<tr><td colspan="{len(titles)}" style="text-align:left">{text}</td></tr>'
+    return f"<tr>{''.join(CELL.format(row[title]) for title in titles)}</tr>"
 
 
 def is_kernel() -> bool:
@@ -256,12 +245,11 @@ def output() -> Callable[[str], None]:
     return lambda text: handle.update(HTML(text))
 
 
-def columns(values: Mapping[str, float], per_step: float, left: str) -> list[str]:
-    """The columns after the step, the most important first; "" for those that the step has no value for.
+def columns(values: Mapping[str, float], per_step: float, left: str) -> dict[str, str]:
+    """The texts of the columns after the step by title, the most important first; "" for those that the step has no value for.
 
-    Reward, length, number of nonfinite answers, loss and agreement (of a drafter's training), speed, seconds per step, what
-    is left, accept length, share of prompts replaced, idle time, the largest ratio of an answer, the shares of clipped
-    tokens and of masked answers.
+    Accept length and idle time of an adaptive drafter; `ratio`: the largest of an answer; the shares of prompts replaced, of
+    clipped tokens and of masked answers.
     """
 
     def cell(form: str, name: str) -> str:
@@ -270,29 +258,27 @@ def columns(values: Mapping[str, float], per_step: float, left: str) -> list[str
     def some(form: str, name: str) -> str:
         return cell(form, name) if values.get(name) else ""
 
-    is_adaptive = "idle/used_ratio" in values
-    accept = cell("accept {:.1f}", "speculation/accept_length")
-    idle = ""
-    if is_adaptive:
-        accept = accept or "accept 1.0"  # without drafts a round decodes one token
-        idle = f"idle {values['idle/ratio']:.0%} ({values['idle/used_ratio']:.0%} used)"
+    accept, idle = cell("{:.1f}", "speculation/accept_length"), ""
+    if "idle/used_ratio" in values:
+        accept = accept or "1.0"  # without drafts a round decodes one token
+        idle = f"{values['idle/ratio']:.0%} ({values['idle/used_ratio']:.0%} used)"
     speed = values.get("perf/tokens_per_second")
-    return [
-        cell("reward {:.3f}", "reward/mean"),
-        cell("length {:.0f}", "response_length/mean"),
-        some("nonfinite {:.0f}", "response_length/nonfinite"),
-        cell("loss {:.3f}", "drafter/loss"),
-        cell("agreement {:.3f}", "drafter/agreement@1"),
-        "" if speed is None else f"{short(speed)} tokens/s",
-        f"{per_step:.{1 if per_step < 9.95 else 0}f} s/step",
-        left,
-        accept,
-        cell("replaced {:.0%}", "groups/replaced"),
-        idle,
-        cell("ratio {:.3f}", "actor/sequence_ratio_max"),
-        some("clipped {:.1%}", "actor/pg_clipfrac"),
-        cell("masked {:.1%}", "rollout_corr/rollout_rs_seq_masked_fraction"),
-    ]
+    return {
+        "reward": cell("{:.3f}", "reward/mean"),
+        "length": cell("{:.0f}", "response_length/mean"),
+        "nonfinite": some("{:.0f}", "response_length/nonfinite"),
+        "loss": cell("{:.3f}", "drafter/loss"),
+        "agreement": cell("{:.3f}", "drafter/agreement@1"),
+        "tokens/s": "" if speed is None else short(speed),
+        "s/step": f"{per_step:.{1 if per_step < 9.95 else 0}f}",
+        LEFT: left,
+        "accept": accept,
+        "replaced": cell("{:.0%}", "groups/replaced"),
+        "idle": idle,
+        "ratio": cell("{:.3f}", "actor/sequence_ratio_max"),
+        "clipped": some("{:.1%}", "actor/pg_clipfrac"),
+        "masked": cell("{:.1%}", "rollout_corr/rollout_rs_seq_masked_fraction"),
+    }
 
 
 def scores(values: Mapping[str, float]) -> list[str]:
