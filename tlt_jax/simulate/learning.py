@@ -47,7 +47,7 @@ class SimulatedDrafter:
 class Piece:
     """`count` micro-steps of a group that run one after the other from `start` on, each for `each` seconds.
 
-    They end early, after the micro-step that runs, once `is_over()`; `ends(at)` is then told when.
+    They end early, after the micro-step that runs, once `is_over()`; `ends(at)` is then called.
     """
 
     before: SimulatedDrafter
@@ -58,7 +58,7 @@ class Piece:
     tokens: int
     learns: bool
     is_over: Callable[[], bool]
-    ends: Callable[[float], None]
+    ends: Callable[[float], Any]
     ended: int | None = None
 
     def is_ready(self) -> bool:
@@ -187,11 +187,12 @@ class SimulatedLearning(DrafterLearning):
         each = programs.table.seconds("micro_step", program.tokens)
         if learns and not self.engine.is_over and program in programs.ran:
             count = max(int(TOGETHER * self.idle.seconds / each), 1)
-        marker = programs.dispatched_at(program.group, count * each)
+        free = max(programs.clock.now(), programs.free_at.get(program.group, 0.0))
+        marker = programs.occupy(program.group, free, count * each)
         start = marker.at - count * each
         piece = Piece(
             before, marker, start, each, count, program.tokens, bool(learns),
-            lambda: self.engine.is_over, partial(programs.ends_early, program.group),
+            lambda: self.engine.is_over, partial(programs.occupy, program.group),
         )  # fmt: skip
         if count > 1:  # its seconds say nothing about those of a micro-step
             programs.ran.discard(program)

@@ -6,7 +6,7 @@ Presets state what is published of the jobs that they are named after, and what 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,7 @@ import numpy as np
 from tlt_jax.config.schema import RESOLVED
 from tlt_jax.errors import ConfigError
 from tlt_jax.metrics.run import open_run
+from tlt_jax.simulate.record import by_step
 
 
 class Drawn(NamedTuple):
@@ -111,26 +112,19 @@ def of(text: str, limit: int) -> Lengths:
 
 
 def recorded(folder: Path) -> Recorded:
-    """The lengths of a run's answers. Raises ConfigError for a run without answers."""
+    """The lengths of a run's answers, one more for those that were cut. Raises ConfigError for a run without answers."""
     run, steps = open_run(folder), []
     if not run.steps:
         raise ConfigError(f"{folder} has no answers yet: no step is done")
-    means = run.metrics.get("prompt_length/mean")
-    known = dict(zip(*means, strict=True)) if means else {}
+    known = by_step(run, "prompt_length/mean")
     for step in range(1, run.steps + 1):
         try:
             answers = run.completions(step)
         except ConfigError:
             continue  # a step whose answers were not kept
-        tokens = tokens_of(answers)
-        prompt = round(known.get(step, 256))
-        steps.append(Drawn(np.full(len(tokens), prompt), tokens))
+        answers.sort(key=lambda one: one["uid"])
+        tokens = [one["length"] + (one["finish"] == "length") for one in answers]
+        prompts = len({one["group"] for one in answers})
+        prompt = np.full(prompts, round(known.get(step, 256)))
+        steps.append(Drawn(prompt, np.array(tokens).reshape(prompts, -1)))
     return Recorded(tuple(steps), str(folder))
-
-
-def tokens_of(answers: Sequence[Mapping]) -> np.ndarray:
-    """Tokens [P, R] of a step's answers, in the order of their uids; one more for an answer that was cut."""
-    ordered = sorted(answers, key=lambda one: one["uid"])
-    tokens = np.array([one["length"] + (one["finish"] == "length") for one in ordered])
-    groups = len({one["group"] for one in ordered})
-    return tokens.reshape(groups, -1)

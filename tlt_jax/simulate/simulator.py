@@ -252,21 +252,13 @@ class SimulatedPrograms:
     def dispatch(self, program: Program, rounds: int = 0, held: float = 0.0) -> Marker:
         """Starts the program `host` seconds from now, or once all earlier ones of its group are done."""
         start = max(self.clock.now() + self.host, self.free_at.get(program.group, 0.0))
-        end = self.free_at[program.group] = start + self.seconds(program, rounds, start, held)
-        heapq.heappush(self.due, (end, program.group))
-        return Marker(self.clock, end)
+        return self.occupy(program.group, start, self.seconds(program, rounds, start, held))
 
-    def dispatched_at(self, group: int, seconds: float) -> Marker:
-        """A marker of work of a group that takes this long, after all that was dispatched before."""
-        start = max(self.clock.now(), self.free_at.get(group, 0.0))
+    def occupy(self, group: int, start: float, seconds: float = 0.0) -> Marker:
+        """A marker of work that keeps a group busy for so long, and nothing after it."""
         end = self.free_at[group] = start + seconds
         heapq.heappush(self.due, (end, group))
         return Marker(self.clock, end)
-
-    def ends_early(self, group: int, at: float) -> None:
-        """The last work of a group that `dispatched_at` started ends at this time."""
-        self.free_at[group] = at
-        heapq.heappush(self.due, (at, group))
 
     # What programs do to the rows of a group
 
