@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -134,8 +134,8 @@ class SimulatedPrograms:
                 self.compile_costs.note(chunk, row.seconds)
         self.compiles: list[Any] = []  # of the protocol of Executables: nothing is counted here
         self.waited: list[tuple[float, float]] = []
-        self.alike: dict[Program, Program] = {}  # the same program of group 0
-        self.ready: dict[Program, Callable[..., Any]] = {}  # what `get` returns of compiled ones
+        # The same program of group 0: all hosts compile it at the same time.
+        self.of_any = cache(partial(of_group, group=0))
         self.executables: dict[Program, float] = {}  # of group 0, and from when on they are there
         self.pending: list[float] = []  # a heap of the ends of compilations
         self.changes = 0
@@ -144,13 +144,6 @@ class SimulatedPrograms:
         self.due: list[tuple[float, int]] = []  # a heap of the ends of programs, with their groups
 
     # Compilation
-
-    def of_any(self, program: Program) -> Program:
-        """The same program of group 0: all hosts compile it at the same time."""
-        found = self.alike.get(program)
-        if found is None:
-            found = self.alike[program] = of_group(program, 0)
-        return found
 
     @property
     def compiling_alongside(self) -> bool:
@@ -186,23 +179,20 @@ class SimulatedPrograms:
         heapq.heappush(self.pending, self.executables[program])
 
     def get(self, program: Program) -> Callable[..., Any]:
-        if program in self.ready:
-            return self.ready[program]
         one, now = self.of_any(program), self.clock.now()
         if one not in self.executables:
             self.begin(one)
         if self.executables[one] > now:
             self.clock.jump(self.executables[one])
             self.waited.append((now, self.clock.now()))
-        self.ready[program] = partial(self.kinds[type(program)], program)
-        return self.ready[program]
+        return partial(self.kinds[type(program)], program)
 
     def rebind(self, shapes: Sequence[Any]) -> None:
         """Drops all programs; new ones capture features if `captures`, which the rounds of the table may do already."""
         self.shapes, captured = shapes, self.table.facts.get(FEATURES) == CAPTURED
         self.features = (1 + FEATURE_S * shapes[0].captures) / (1 + FEATURE_S * captured) - 1
         self.executables = {}
-        self.ran.clear(), self.ready.clear()
+        self.ran.clear()
         self.changes += 1
 
     def rebinding(self, shapes: Sequence[Any]) -> float:
