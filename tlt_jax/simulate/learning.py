@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,51 +44,42 @@ class SimulatedDrafter:
 
 @dataclass
 class Piece:
-    """`count` micro-steps of a group that run one after the other from `start` on, each for `each` seconds.
+    """`count` micro-steps of a program that run one after the other from `start` on, each for `each` seconds.
 
-    They end early, after the micro-step that runs, once `is_over()`; `ends(at)` is then called.
+    Once the rollout is over they end after the micro-step that runs.
     """
 
+    engine: SimulatedEngine
+    program: MicroStep
     before: SimulatedDrafter
     marker: Marker
     start: float
     each: float
     count: int
-    tokens: int
     learns: bool
-    is_over: Callable[[], bool]
-    ends: Callable[[float], Any]
-    ended: int | None = None
 
     def is_ready(self) -> bool:
         """Whether all micro-steps are done, or the one that ran when the rollout was over."""
-        if self.ended is None and self.is_over():
-            done = math.ceil((self.marker.clock.now() - self.start) / self.each)
-            self.ended = min(max(done, 1), self.count)
-            if self.ended < self.count:
-                self.marker = Marker(self.marker.clock, self.start + self.ended * self.each)
-                self.ends(self.marker.at)
+        if self.engine.is_over:
+            done = max(math.ceil((self.engine.clock.now() - self.start) / self.each), 1)
+            if done < self.count:
+                self.count, end = done, self.start + done * self.each
+                self.marker = self.engine.programs.occupy(self.program.group, end)
         return self.marker.is_ready()
 
     def block_until_ready(self) -> None:
         """Waits on the virtual clock."""
-        self.marker.clock.jump(self.marker.at)
+        self.engine.clock.jump(self.marker.at)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Its tokens, and its loss, of which all that matters is that it is finite."""
-        return np.asarray(self.steps * self.tokens, dtype)
-
-    @property
-    def steps(self) -> int:
-        """Micro-steps that were done."""
-        return self.count if self.ended is None else self.ended
+        return np.asarray(self.count * self.program.tokens, dtype)
 
     @property
     def after(self) -> SimulatedDrafter:
         """The drafter after them."""
-        return (
-            self.before.after(self.steps, self.steps * self.tokens) if self.learns else self.before
-        )
+        tokens = self.count * self.program.tokens
+        return self.before.after(self.count, tokens) if self.learns else self.before
 
 
 class SimulatedCopies:
@@ -190,10 +180,8 @@ class SimulatedLearning(DrafterLearning):
         free = max(programs.clock.now(), programs.free_at.get(program.group, 0.0))
         marker = programs.occupy(program.group, free, count * each)
         start = marker.at - count * each
-        piece = Piece(
-            before, marker, start, each, count, program.tokens, bool(learns),
-            lambda: self.engine.is_over, partial(programs.occupy, program.group),
-        )  # fmt: skip
+        learns = bool(learns)
+        piece = Piece(self.engine, program, before, marker, start, each, count, learns)
         if count > 1:  # its seconds say nothing about those of a micro-step
             programs.ran.discard(program)
         levels = {
