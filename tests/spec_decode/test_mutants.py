@@ -85,11 +85,6 @@ def later_features(window):
     )
 
 
-def noise_of_another_level(noise_of):
-    """The drafter expects the noise of the next level."""
-    return lambda context, level, ids: noise_of(context, level + 1, ids)
-
-
 def children_of_another_parent(grown):
     """The children of a beam are hung below another beam of its level."""
     return lambda beams, index, *rest: grown(beams, jnp.roll(index, 1, axis=1), *rest)
@@ -101,8 +96,7 @@ VERIFICATION = [
     (Target, "forward", later_positions), (Target, "keep", first_nodes_kept),
 ]  # fmt: skip
 DRAFTING = [
-    (tree_drafter, "window", later_features), (tree_drafter, "noise_of", noise_of_another_level),
-    (tree_drafter, "candidates_below", children_of_another_parent),
+    (tree_drafter, "window", later_features), (tree_drafter, "candidates_below", children_of_another_parent),
 ]  # fmt: skip
 
 

@@ -112,7 +112,26 @@ def merge(first: Candidates, second: Candidates, depth: int) -> Candidates:
     contains a node contains its parent, with at least the node's score, so the maximum of the parent's scores is at least
     the maximum of the node's.
     """
-    both, parents = shared(first, second, depth)
+    own = first.tokens.shape[1] + jnp.arange(second.tokens.shape[1], dtype=jnp.int32)
+    here = (second.scores > -jnp.inf)[:, :, None] & (first.scores > -jnp.inf)[:, None, :]
+    alike = here & (second.tokens[:, :, None] == first.tokens[:, None, :])
+
+    def found(nodes: Int32[Array, "B E"]) -> tuple[Bool[Array, "B E C"], Int32[Array, "B E"]]:
+        """Which candidates of `second` equal which of `first`, and the parents of `second` in the merged set.
+
+        Right one level deeper than `nodes`: the merged indices of second's candidates.
+        """
+        above = jnp.take_along_axis(nodes, jnp.maximum(second.parents, 0), axis=1)
+        parents = jnp.where(second.parents < 0, -1, above)
+        return alike & (parents[:, :, None] == first.parents[:, None, :]), parents
+
+    def descend(_: Array, nodes: Array) -> Array:
+        both, _ = found(nodes)
+        return jnp.where(both.any(axis=2), jnp.argmax(both, axis=2).astype(jnp.int32), own)
+
+    nodes = jnp.broadcast_to(own, second.tokens.shape)
+    nodes = jax.lax.fori_loop(0, depth - 1, descend, nodes)
+    both, parents = found(nodes)  # adds the last level
     absorbed = both.any(axis=2)
     gained = jnp.max(jnp.where(both, second.scores[:, :, None], -jnp.inf), axis=1)
 
@@ -127,30 +146,6 @@ def merge(first: Candidates, second: Candidates, depth: int) -> Candidates:
 
     union = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *parts)
     return union.replace(ranks=ranks_of(union))
-
-
-@shaped
-def shared(
-    first: Candidates, second: Candidates, depth: int
-) -> tuple[Bool[Array, "B E C"], Int32[Array, "B E"]]:
-    """Which candidates of `second` equal which of `first`; and the parents of `second` in the merged set."""
-    count = first.tokens.shape[1]
-    own = count + jnp.arange(second.tokens.shape[1], dtype=jnp.int32)
-    here = (second.scores > -jnp.inf)[:, :, None] & (first.scores > -jnp.inf)[:, None, :]
-    alike = here & (second.tokens[:, :, None] == first.tokens[:, None, :])
-
-    def found(nodes: Array) -> tuple[Array, Array]:
-        """The result of `shared`, right one level deeper than `nodes`: the merged indices of second's candidates."""
-        above = jnp.take_along_axis(nodes, jnp.maximum(second.parents, 0), axis=1)
-        parents = jnp.where(second.parents < 0, -1, above)
-        return alike & (parents[:, :, None] == first.parents[:, None, :]), parents
-
-    def descend(_: Array, nodes: Array) -> Array:
-        both, _ = found(nodes)
-        return jnp.where(both.any(axis=2), jnp.argmax(both, axis=2).astype(jnp.int32), own)
-
-    nodes = jnp.broadcast_to(own, second.tokens.shape)
-    return found(jax.lax.fori_loop(0, depth - 1, descend, nodes))  # `found` adds the last level
 
 
 @shaped

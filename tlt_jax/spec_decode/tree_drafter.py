@@ -102,9 +102,14 @@ def learned_drafter(
         temperature: float,
     ) -> Candidates:
         def score(logits: Array, level: int | Array) -> Children:
-            ids = weights.drafter.ids
+            """With the noise, if read, by which the target chooses among the children of this level."""
+            ids, ahead, noise = weights.drafter.ids, context.ahead, None
+            if ahead is not None:
+                places = ahead.places(context.lengths + 1 + level)[:, None]
+                where = places if ids is None else (places[:, :, None], ids)
+                noise = ahead.values.at[where].get(mode="promise_in_bounds")
             return score_children(
-                logits, noise_of(context, level, ids), ids, coupling=coupling, temperature=temperature or 1.0,
+                logits, noise, ids, coupling=coupling, temperature=temperature or 1.0,
                 k=strategy.topk, mesh=mesh, in_one_pass=target.choose is not None,
             )  # fmt: skip
 
@@ -354,21 +359,6 @@ def expand_tree(
     _, rest = jax.lax.scan(grow_level, carry, levels, unroll=target.unrolls)
     rest = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1).reshape(B, -1), rest)
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), first, rest)
-
-
-@shaped
-def noise_of(
-    context: Context, level: int | Int32[Array, ""], ids: Int32[Array, " U"] | None
-) -> Float[Array, "B 1 U"] | None:
-    """The noise with which the target chooses among the children of this level, at the ids of the draft vocabulary.
-
-    None when the target is greedy, or the drafter reads no noise.
-    """
-    if context.ahead is None:
-        return None
-    places = context.ahead.places(context.lengths + 1 + level)[:, None]
-    where = places if ids is None else (places[:, :, None], ids)
-    return context.ahead.values.at[where].get(mode="promise_in_bounds")
 
 
 @shaped
