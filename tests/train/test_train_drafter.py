@@ -137,7 +137,7 @@ def text_file(path: Path, rows: list[dict]) -> Path:
 
 @pytest.mark.parametrize(("kind", "least", "depths"), [("eagle3", 0.96, 2), ("dspark", 0.85, 4)])
 def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(
-    kind, least, depths, configure, tmp_path, capsys, monkeypatch
+    kind, least, depths, whole, configure, tmp_path, capsys, monkeypatch
 ):
     unroll = {} if drafters.KINDS[kind].is_block else {"drafter_training.unroll": 2}
     if not unroll:
@@ -146,6 +146,7 @@ def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(
             from_config, "new_drafter_config", lambda *given: replace(new(*given), block_size=4)
         )
     knobs = {"drafter_training.kind": kind, "drafter_training.steps": 150, "checkpoint.every": 0}
+    knobs["drafter_training.texts"] = Path(whole.run) / "drafter" / "answers"
     config = configure(tmp_path, knobs | unroll)
     assert drafter.train(config) == cli.DONE
     written = {name: values[-1] for name, values in events(inside(config)).items()}
