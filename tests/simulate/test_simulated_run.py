@@ -165,10 +165,10 @@ def test_a_seed_repeats_to_the_bit():
 
 
 def test_an_adaptive_run_learns_and_drafts_once_it_pays():
-    """24 steps; idle groups and updates teach the same drafter, which the rollout uses once it is worth its compilations."""
+    """14 steps; idle groups and updates teach the same drafter, which the rollout uses once it is worth its compilations."""
     accepted = Acceptances((0.02,), Curve((0.02,), (0.95,), scale=3e3))
     config = configuration(max_new_tokens=1200)
-    given = world(steps=24, groups=2, accepted=accepted, compiles=True, answers=LogNormal(150, 1.0))
+    given = world(steps=14, groups=2, accepted=accepted, compiles=True, answers=LogNormal(150, 1.0))
     alone = replace(config, drafter_training=replace(config.drafter_training, share=0))
     found = {name: steps_of(name, given, config) for name in ("plain", "adaptive")}
     found["idle"] = steps_of("adaptive", given, alone)

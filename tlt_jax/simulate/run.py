@@ -245,13 +245,10 @@ class SimulatedTrainer(Trainer):
 
     def pack(self, rolled: Rolled, scores: dict) -> SimpleNamespace:
         """`rows`: the answer tokens of each accumulation step; padding takes as long as tokens."""
-        limit, samples = self.run.config.rollout.max_new_tokens, self.run.config.rollout.samples
-        examples = [
-            len(rolled.prompts[uid // samples]) + min(tokens, limit)
-            for uid, tokens in self.answers.items()
-        ]
+        prompts, result = rolled.prompts, rolled.result
+        examples = [len(prompts[one.prompt]) + len(one.tokens) for one in result.completions]
         count = packing.steps(self.run.config, examples)
-        return SimpleNamespace(rows=[rolled.result.stats["tokens"] / count] * count)
+        return SimpleNamespace(rows=[result.stats["tokens"] / count] * count)
 
     def update_policy(self, batch: SimpleNamespace) -> tuple[SimpleNamespace, list]:
         with self.watch.phase("update"):
