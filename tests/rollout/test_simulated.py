@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ from tlt_jax.rollout.executables.programs import (
     Start,
     StateShape,
 )
-from tlt_jax.rollout.recorder import Decided, Harvested
+from tlt_jax.rollout.recorder import Decided
 from tlt_jax.rollout.request import doubling
 from tlt_jax.rollout.scheduler import driver
 from tlt_jax.rollout.scheduler.payback import Payback
@@ -360,46 +359,6 @@ def test_predictions_of_a_trained_tuner_are_accurate(round_cost, node):
 
 
 # The end of a rollout
-
-
-def test_windows_of_ended_sequences_are_harvested_at_the_cost_of_a_copy():
-    class Whole:
-        width = 64
-
-        def wanted(self, uid, length):
-            return range(0, length, self.width)
-
-    spent, found = [], []
-
-    def costs(program, rounds, at):
-        spent.extend([program] * isinstance(program, Harvest))
-        return by_hand(program, rounds, at)
-
-    programs = counted(3, 70, 5, costs=costs)
-    request = scenarios.request([5], 3, 100, seed=0, capacity=2, in_flight=1)
-    contexts = scenarios.contexts(programs, request, Planner((2,), SLOTS, baselines.fixed("off")))
-    contexts = [replace(one, harvester=Whole()) for one in contexts]
-    listeners = [lambda look: found.extend(look.events)]
-    rollout = driver.LocalGroups(contexts, listeners, clock=programs.clock)
-    simulator.simulate(rollout, programs)
-    windows = [event.windows for event in found if isinstance(event, Harvested)]
-    assert sorted(sum(windows, ())) == [(0, 0), (1, 0), (1, 64), (2, 0)]
-    assert len(spent) == len(windows) == 4
-
-
-def test_a_stopped_rollout_returns_its_partial_sequences():
-    programs, planner = tailed(scenarios.gpu, 0.6), Planner(BATCHES, SLOTS, baselines.fixed(TREE))
-    contexts = scenarios.contexts(programs, long_tail(capacity=16), planner, 2)
-    listeners = [lambda look: look.began > 1.5 and rollout.stop()]
-    rollout = driver.LocalGroups(contexts, listeners, clock=programs.clock)
-    result = simulator.simulate(rollout, programs)
-    whole, _ = run(tailed(scenarios.gpu, 0.6), long_tail())
-    full = {one.uid: one.tokens.tolist() for one in whole.completions}
-    assert rollout.is_done() and result.stats["seconds"] < 5
-    assert result.partial and result.completions
-    assert len(result.partial) + len(result.completions) < 48
-    for uid, tokens in result.partial.items():
-        assert 0 < len(tokens) < len(full[uid]) and tokens.tolist() == full[uid][: len(tokens)]
 
 
 def test_a_chunk_that_overfills_its_cache_is_detected(monkeypatch):
