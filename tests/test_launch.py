@@ -56,21 +56,22 @@ def test_local_processes_are_numbered_and_share_one_address():
     assert len({re.search(r"ADDRESS=(\S+)", line)[1] for line in lines}) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_local_launcher_reaches_all_processes_and_their_code_is_its_own(
-    tmp_path, number
-):
-    python = tmp_path / "python"
-    python.write_text(
-        "#!/bin/bash\n"
-        '[[ "$1" == -c ]] && { echo 4567; exit; }\n'
-        "trap 'echo saved; exit 75' TERM\n"
-        "echo started\n"
-        "while true; do sleep 0.05; done\n"
+def fake_python(folder: Path, before: str, start: str) -> str:
+    """A program that prints a port for `-c`, after `before`; and else runs `start` and then for ever."""
+    path = folder / "python"
+    path.write_text(
+        f'#!/bin/bash\n[[ "$1" == -c ]] && {{ {before}echo 4567; exit; }}\n{start}\n'
+        "while true; do sleep 0.02; done\n"
     )
-    python.chmod(0o755)
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_local_launcher_reaches_all_and_their_code_is_its_own(tmp_path, number):
+    python = fake_python(tmp_path, "", "trap 'echo saved; exit 75' TERM; echo started")
     with subprocess.Popen(
-        [LAUNCH / "local.sh", "2", *ARGS], env=os.environ | {"PYTHON": str(python)},
+        [LAUNCH / "local.sh", "2", *ARGS], env=os.environ | {"PYTHON": python},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heed_signals,
     ) as job:  # fmt: skip
         lines = [job.stdout.readline() for _ in range(2)]
@@ -98,19 +99,12 @@ def of_a_job(mark: str) -> list[str]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_at_any_moment_from_the_start_leaves_no_process(tmp_path, number):
     """From before the launcher has read its first line until after all run; each process starts slowly."""
-    python = tmp_path / "python"
-    python.write_text(
-        "#!/bin/bash\n"
-        '[[ "$1" == -c ]] && { sleep 0.05; echo 4567; exit; }\n'
-        "trap 'exit 75' TERM\n"
-        "while true; do sleep 0.02; done\n"
-    )
-    python.chmod(0o755)
+    python = fake_python(tmp_path, "sleep 0.05; ", "trap 'exit 75' TERM")
     for turn, pause in enumerate([0.0, 0.002, 0.01, 0.03, 0.06, 0.08, 0.1, 0.12, 0.15, 0.2, 0.3]):
         mark = f"LAUNCH_TEST={os.getpid()}-{number}-{turn}"
         job = subprocess.Popen(
             [LAUNCH / "local.sh", "4", *ARGS],
-            env=os.environ | {"PYTHON": str(python), "GRACE_S": "5", **dict([mark.split("=")])},
+            env=os.environ | {"PYTHON": python, "GRACE_S": "5", **dict([mark.split("=")])},
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=heed_signals,
         )  # fmt: skip
         time.sleep(pause)
@@ -167,15 +161,9 @@ def test_the_job_set_runs_the_command_in_a_pod_for_each_host():
     found = yaml.safe_load((LAUNCH / "gke_jobset.yaml").read_text())
     job = found["spec"]["replicatedJobs"][0]["template"]["spec"]
     container = job["template"]["spec"]["containers"][0]
-    assert container["command"][:6] == [
-        "python",
-        "-u",
-        "-m",
-        "tlt_jax.train",
-        "--config",
-        "configs/math_qwen2.5_7b_pod.yaml",
-    ]
-    assert (LAUNCH.parent / container["command"][5]).is_file()
+    *command, config = container["command"][:6]
+    assert command == ["python", "-u", "-m", "tlt_jax.train", "--config"]
+    assert (LAUNCH.parent / config).is_file()
     chips = container["resources"]["limits"]["google.com/tpu"]
     topology = job["template"]["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
     x, y, z = map(int, topology.split("x"))

@@ -162,6 +162,7 @@ def test_a_drafter_is_trained_and_drafts(tmp_path, monkeypatch):
     clone(tmp_path)
     make, train = (one for one in SHOWN if "runs/drafted" in one)
     few = ["--drafter_training.rollouts", "1", "--drafter_training.steps", "1"]
+    few += ["--drafter_training.unroll", "1"]
     assert start(words_of(make, *TINY, *few), monkeypatch) == 0
     drafter = TINY.index("--speculation.drafter")
     always = ["--speculation.tuner", "fixed", "--speculation.strategies", "[2_1_3]"]

@@ -170,16 +170,7 @@ def tokenizer(config: Config) -> Any:
             f"{knob} {source!r} is neither a directory nor a hub id (owner/name): correct it"
         )
 
-    from transformers import AutoTokenizer
-
-    try:
-        loaded = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise DataError(
-            f"{knob} {source!r} has no loadable tokenizer: {reason}: give a directory with one, or a hub id"
-        ) from error
-
+    loaded = prompt_format.load_tokenizer(path, f"{knob} {source!r}")
     if loaded.eos_token_id is None:
         raise DataError(
             f"the tokenizer of {knob} {source!r} has no EOS token: add eos_token to its tokenizer_config.json"

@@ -277,13 +277,19 @@ def find_tokenizer(directory: Path) -> Any:
     source = adapter_files.tokenizer_source(str(directory))
     if Path(source).is_dir() and not adapter_files.has_tokenizer(Path(source)):
         return None
+    return load_tokenizer(source, source)
+
+
+def load_tokenizer(source: str, name: str) -> Any:
+    """The tokenizer of a directory or hub id, which errors call by this name. Raises DataError."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
         raise DataError(
-            f"the tokenizer of {source} does not load: {str(error).strip().splitlines()[0]}"
+            f"{name} has no loadable tokenizer: {reason}: give a directory with one, or a hub id"
         ) from error
 
 
