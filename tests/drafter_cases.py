@@ -1,16 +1,20 @@
-"""Tiny drafters of every kind and flag, with random weights, a policy to share with, and blocks in NumPy without a cache."""
+"""Tiny drafters of every kind and flag, with random weights, a policy to share with, and their files in NumPy."""
 
 from __future__ import annotations
 
+import json
 import zlib
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import load_file
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import architecture, drafter as drafters, hf_config, kv_cache
+from tlt_jax.models import architecture, drafter as drafters, hf_config, hf_drafter, kv_cache
 
 POLICY = {
     "model_type": "qwen2",
@@ -118,46 +122,96 @@ def line(case: str, rows: int, length: int, dtype="float64"):
     return jnp.asarray(tokens, jnp.int32), jnp.asarray(features)
 
 
-def norm(x, weight, eps):
-    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + eps) * weight
+class Files:
+    """The directory of a case in NumPy, without a cache, written from the papers' equations."""
+
+    def __init__(self, case: str, dtype: str):
+        with TemporaryDirectory() as folder:
+            hf_drafter.save(params(case, dtype), config(case), folder, dtype)
+            self.raw = json.loads(Path(folder, "config.json").read_text())
+            self.files = load_file(Path(folder, "model.safetensors"))
+        base = shared(dtype)
+        self.embed, self.head = np.asarray(base.embed), np.asarray(base.head)[:VOCAB]
+        self.is_eagle3 = "Eagle3" in self.raw["architectures"][0]
+
+    def linear(self, name: str, x):
+        return x @ self.files[f"{name}.weight"].T + self.files.get(f"{name}.bias", 0)
+
+    def norm(self, name: str, x):
+        scale = np.sqrt(np.mean(x * x, -1, keepdims=True) + self.raw["rms_norm_eps"])
+        return x / scale * self.files[f"{name}.weight"]
+
+    def turned(self, heads):
+        """Heads [n, H, E] of positions from 0 on, as complex numbers, multiplied by exp(i angle)."""
+        half = heads.shape[-1] // 2
+        rates = self.raw["rope_theta"] ** (-np.arange(half) / half)
+        angle = np.arange(len(heads))[:, None, None] / self.raw["rope_scaling"]["factor"] * rates
+        whole = (heads[..., :half] + 1j * heads[..., half:]) * np.exp(1j * angle)
+        return np.concatenate([whole.real, whole.imag], -1)
+
+    def layer(self, at: str, x, inner, is_causal: bool):
+        """The layer's output for rows x, the last of `inner`, which the projections read; a row sees all, or no later ones."""
+        E, count, rows = self.raw["head_dim"], len(x), len(inner)
+        q, k, v = (
+            self.linear(f"{at}self_attn.{name}_proj", inner).reshape(rows, -1, E) for name in "qkv"
+        )
+        if f"{at}self_attn.q_norm.weight" in self.files:
+            q, k = (self.norm(f"{at}self_attn.{n}_norm", one) for n, one in (("q", q), ("k", k)))
+        q, k = self.turned(q)[-count:], self.turned(k)
+        k, v = (np.repeat(part, q.shape[1] // k.shape[1], axis=1) for part in (k, v))
+        scores = np.exp(np.einsum("nhe,she->hns", q, k) / np.sqrt(E))
+        if is_causal:
+            scores *= np.tri(count, rows, rows - count)
+        mixed = np.einsum("hns,she->nhe", scores / scores.sum(-1, keepdims=True), v)
+        x = x + self.linear(f"{at}self_attn.o_proj", mixed.reshape(count, -1))
+        y = self.norm(f"{at}post_attention_layernorm", x)
+        gate = self.linear(f"{at}mlp.gate_proj", y)
+        inner = gate / (1 + np.exp(-gate)) * self.linear(f"{at}mlp.up_proj", y)
+        return x + self.linear(f"{at}mlp.down_proj", inner)
+
+    def enter(self, token: int, state, given: bool):
+        """Residual stream and input of attention of one row of EAGLE; `given`: the state is the policy's features."""
+        e = self.embed[token]
+        if not self.is_eagle3:
+            x = self.linear("fc", np.concatenate([e, state]))
+            return x, x
+        if given and self.raw["fc_norm"]:
+            parts = np.split(state, len(state) // len(e))
+            state = np.concatenate([self.norm(f"fc_norm.{i}", x) for i, x in enumerate(parts)])
+        x = self.linear("fc", state) if given else state
+        norms = self.norm("midlayer.input_layernorm", e), self.norm("midlayer.hidden_norm", x)
+        return x, np.concatenate(norms)
+
+    def levels(self, rows):
+        """Hidden states of EAGLE's rows of (token, state, given); a row attends to earlier rows and itself."""
+        x, inner = map(np.stack, zip(*(self.enter(*row) for row in rows), strict=True))
+        x = self.layer("midlayer." if self.is_eagle3 else "layers.0.", x, inner, True)
+        return self.norm("norm", x) if self.raw.get("norm_output") else x
+
+    def logits(self, x):
+        """EAGLE's logits of the draft vocabulary."""
+        if not self.is_eagle3:
+            return x @ self.head.T
+        x = x if self.raw["norm_output"] else self.norm("norm", x)
+        return x @ self.files["lm_head.weight"].T
+
+    def block(self, token: int, before):
+        """Hidden states [P, Z] of the block at `token`, from the features [t, F] of the tokens before it, all at once."""
+        shape, c = self.raw["dflash_config"], self.norm("hidden_norm", self.linear("fc", before))
+        x = self.embed[[token, *[shape["mask_token_id"]] * (self.raw["block_size"] - 1)]]
+        for index in range(self.raw["num_hidden_layers"]):
+            at = f"layers.{index}."
+            inner = np.concatenate([c, self.norm(f"{at}input_layernorm", x)])
+            x = self.layer(at, x, inner, shape.get("causal", False))
+        return self.norm("norm", x)[int(self.raw["architectures"] == ["DFlashDraftModel"]) :]
 
 
-def turned(heads, positions, rope):
-    """Heads [n, H, E] as complex numbers, multiplied by exp(i angle)."""
-    half = heads.shape[-1] // 2
-    rates = rope.theta ** (-np.arange(half) / half) / rope.factor
-    angle = np.asarray(positions)[:, None, None] * rates
-    whole = (heads[..., :half] + 1j * heads[..., half:]) * np.exp(1j * angle)
-    return np.concatenate([whole.real, whole.imag], -1)
+@cache
+def files(case: str, dtype: str = "float64") -> Files:
+    """The reference of a case."""
+    return Files(case, dtype)
 
 
 def reference(case: str, token: int, before: np.ndarray) -> np.ndarray:
-    """Hidden states [P, Z] of the block at `token`, from the features [t, F] of the tokens before it, all at once."""
-    p, own, base = jax.tree.map(np.asarray, params(case)), config(case), shared()
-    E, eps, t = own.layers.head_dim, own.layers.rms_eps, len(before)
-    token, before = int(token), np.asarray(before)
-    c = norm(before @ p.fuse.T, p.hidden_norm, eps)
-    ids = [token, *[own.mask_token_id] * (own.block_size - 1)]
-    x = np.asarray(base.embed)[ids]
-    count = len(ids)
-    visible = np.ones((count, t + count), bool)
-    if own.causal:
-        visible = np.tri(count, t + count, t, dtype=bool)
-    for index in range(own.layers.num_layers):
-        layer = jax.tree.map(lambda leaf, index=index: leaf[index], p.layers)
-        rows = np.concatenate([c, norm(x, layer.attention_norm, eps)])
-        q, k, v = (
-            (rows @ matrix.T).reshape(len(rows), -1, E) for matrix in (layer.q, layer.k, layer.v)
-        )
-        places = np.arange(t + count)
-        q = turned(norm(q, layer.q_norm, eps), places, own.layers.rope)[t:]
-        k = turned(norm(k, layer.k_norm, eps), places, own.layers.rope)
-        k, v = (np.repeat(part, q.shape[1] // k.shape[1], axis=1) for part in (k, v))
-        scores = np.einsum("nhe,she->hns", q, k) / np.sqrt(E)
-        scores = np.exp(np.where(visible, scores, -np.inf))
-        mixed = np.einsum("hns,she->nhe", scores / scores.sum(-1, keepdims=True), v)
-        x = x + mixed.reshape(count, -1) @ layer.o.T
-        y = norm(x, layer.mlp_norm, eps)
-        gate = y @ layer.gate.T
-        x = x + (gate / (1 + np.exp(-gate)) * (y @ layer.up.T)) @ layer.down.T
-    return norm(x, p.final_norm, eps)[int(own.kind == "dflash") :]
+    """`Files.block` of a case."""
+    return files(case).block(int(token), np.asarray(before))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pairwise import marked
 
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import (
@@ -79,6 +80,31 @@ def test_unrolled_steps_are_what_extension_and_drafting_compute(case, shape, x64
     found = drafted(case, tokens, features, lengths, meshes.make_mesh(*shape))
     for row, length in enumerate(lengths):
         np.testing.assert_allclose(found[row], expected[:, row, length - 1], **EXACT)
+
+
+TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    marked([((case, dtype), dtype == "float64") for case in cases.LEVELS for dtype in TOLERANCE]),
+)
+def test_hidden_states_and_logits_are_those_of_the_equations(case, dtype, x64):
+    reference, tolerance = cases.files(case, dtype), TOLERANCE[dtype]
+    tokens, features = cases.line(case, 1, 9, dtype)
+    params, config, shared = cases.params(case, dtype), cases.config(case), cases.shared(dtype)
+    hidden = unrolled(case, tokens, features, steps=2)[:, 0]
+    logits = jax.jit(eagle.logits, static_argnums=1)(params, config, shared, hidden)
+    slots = [(int(tokens[0, t + 1]), np.asarray(features[0, t]), True) for t in range(7)]
+    line = reference.levels(slots)
+    for t in range(7):
+        node = int(tokens[0, t + 2]), line[t], False
+        drafted = reference.levels([*slots[: t + 1], node])[-1]
+        for step, state in enumerate((line[t], drafted)):
+            close = {"rtol": tolerance, "atol": tolerance, "err_msg": f"step {step} at slot {t}"}
+            np.testing.assert_allclose(hidden[step, t], state, **close)
+            known = reference.logits(state)
+            np.testing.assert_allclose(logits[step, t, : len(known)], known, **close)
 
 
 # Two rows of three levels of three nodes below children 0..2 of the root: the parent of every node is one level up.
