@@ -51,29 +51,29 @@ def test_a_gpu_with_the_packages_runs_them(installed, caplog, compute_capability
 
 
 @pytest.mark.parametrize(
-    ("package", "found", "message"),
+    ("capability", "changes", "message"),
     [
-        ("jax-triton", None, "jax-triton 0.4.1 or newer is not installed: with Python 3.12"),
-        ("triton", "3.6.0", "triton is 3.6.0, they need 3.7 or newer"),
-        ("jax", "0.10.2", "jax is 0.10.2, they need 0.11 or newer: with Python 3.12"),
+        (
+            "9.0",
+            {"jax-triton": None},
+            "jax-triton 0.4.1 or newer is not installed: with Python 3.12",
+        ),
+        ("9.0", {"triton": "3.6.0"}, "triton is 3.6.0, they need 3.7 or newer"),
+        ("9.0", {"jax": "0.10.2"}, "jax is 0.10.2, they need 0.11 or newer: with Python 3.12"),
+        ("7.5", {}, "compute capability 7.5, they need 8.0"),
+        ("gfx942", {}, "compute capability gfx942, they need 8.0"),
     ],
 )
-def test_a_gpu_without_them_logs_once_what_is_missing(
-    installed, caplog, monkeypatch, package, found, message
+def test_a_gpu_that_does_not_run_them_logs_once_why(
+    installed, caplog, monkeypatch, capability, changes, message
 ):
     monkeypatch.setattr(logging.getLogger("tlt_jax"), "propagate", True)
-    del installed[package]
-    if found:
+    for package, found in changes.items():
         installed[package] = found
-    assert [fused.capability(gpu("9.0")) for _ in range(2)] == [None, None]
+        if found is None:
+            del installed[package]
+    assert [fused.capability(gpu(capability)) for _ in range(2)] == [None, None]
     assert len(caplog.records) == 1 and message in caplog.text
-
-
-@pytest.mark.parametrize("other", ["7.5", "gfx942"])
-def test_a_gpu_that_they_are_not_for_is_named(installed, caplog, monkeypatch, other):
-    monkeypatch.setattr(logging.getLogger("tlt_jax"), "propagate", True)
-    assert fused.capability(gpu(other)) is None
-    assert f"compute capability {other}, they need 8.0" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels import triton_runs
-from kernels.test_projections import EPS, Random, check, heads_wanted, normed, wide
+from kernels.test_projections import EPS, Random, check, heads_wanted, layer_arrays, normed, wide
 
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.kernels import product_parts
@@ -38,17 +38,10 @@ STATIC = [(32, 3584, 4, 7, 128), (64, 4096, 8, 4, 128), (1, 5120, 8, 5, 128)]
 
 def heads_given(S, T, N, K, G, E, dtype, is_joined, has_bias, has_norm, has_change) -> tuple:
     """The arguments of `product_parts.heads`, of a product in S parts."""
-    normal, angle = Random(dtype), np.random.default_rng(1).normal(size=(E // 2, T))
-    width = S * product_parts.LEAST_WIDTH
-    shapes = [(K, G + 2, E)] if is_joined else [(K * G * E,), (K * E,), (K * E,)]
+    normal, width = Random(dtype), S * product_parts.LEAST_WIDTH
+    arrays = layer_arrays(normal, T, K, G, E, width, is_joined, has_bias, has_norm)
     change = normal.random.normal(size=(K, G + 2, E, T)).astype(np.float32)
-    return (
-        normal(width, T), [normal(*shape, width, scale=width**-0.5) for shape in shapes],
-        [normal(*shape) if has_bias else None for shape in shapes],
-        (normal(E), normal(E)) if has_norm else (None, None),
-        (np.cos(3 * angle).astype(normal.dtype), np.sin(3 * angle).astype(normal.dtype)),
-        (K, G, E), T // N, EPS, change if has_change else None,
-    )  # fmt: skip
+    return normal(width, T), *arrays, T // N, EPS, change if has_change else None
 
 
 def test_parts_become_rotated_heads():
@@ -111,7 +104,6 @@ def test_a_product_is_the_sum_of_as_many_parts_as_keep_a_gpu_busy(out, width, to
 def test_kernels_read_parts_16_bytes_at_once_and_spill_nothing(
     T, D, K, G, E, monkeypatch, tmp_path
 ):
-    pytest.importorskip("jax_triton", reason=triton_runs.REASON)
     F = 4 * D
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:

@@ -83,22 +83,27 @@ def check(found: np.ndarray, wanted: np.ndarray, dtype: str) -> None:
     assert error < TOLERANCE[dtype], error
 
 
+def layer_arrays(normal, T, K, G, E, width, is_joined, has_bias, has_norm) -> tuple:
+    """Matrices of this width, biases, head norms and angles of T tokens, and (K, G, E), as kernels of heads take them."""
+    parts = [(K, G + 2, E)] if is_joined else [(K * G * E,), (K * E,), (K * E,)]
+    angle = 3 * normal.random.normal(size=(T, E // 2))
+    return (
+        [normal(*part, width, scale=width**-0.5) for part in parts],
+        [normal(*part) if has_bias else None for part in parts],
+        (normal(E), normal(E)) if has_norm else (None, None),
+        (np.cos(angle).astype(normal.dtype).T, np.sin(angle).astype(normal.dtype).T),
+        (K, G, E),
+    )  # fmt: skip
+
+
 def heads_given(case: Case) -> tuple[tuple, dict[str, Any]]:
     """The arguments of `projections.heads`."""
-    T, K, G, E, In = case.T, case.K, case.G, case.E, case.D * case.inputs
-    normal = Random(case.dtype)
-    parts = [(K, G + 2, E)] if case.is_joined else [(K * G * E,), (K * E,), (K * E,)]
-    angle = 3 * normal.random.normal(size=(T, E // 2))
-    given = (
-        [3 * normal(T, case.D).T for _ in range(case.inputs)],
-        [normal(case.D) for _ in range(case.inputs)],
-        [normal(*part, In, scale=In**-0.5) for part in parts],
-        [normal(*part) if case.has_bias else None for part in parts],
-        (normal(E), normal(E)) if case.has_head_norm else (None, None),
-        (np.cos(angle).astype(normal.dtype).T, np.sin(angle).astype(normal.dtype).T),
-        (K, G, E), T // case.N, EPS,
-    )  # fmt: skip
-    return given, {"chosen": case.sizes}
+    T, normal = case.T, Random(case.dtype)
+    inputs = [3 * normal(T, case.D).T for _ in range(case.inputs)]
+    norms = [normal(case.D) for _ in range(case.inputs)]
+    has = case.is_joined, case.has_bias, case.has_head_norm
+    arrays = layer_arrays(normal, T, case.K, case.G, case.E, case.D * case.inputs, *has)
+    return (inputs, norms, *arrays, T // case.N, EPS), {"chosen": case.sizes}
 
 
 def heads_wanted(y, matrices, biases, norms, angles, shape, batch, change=None) -> list[np.ndarray]:
@@ -310,7 +315,6 @@ def calls(policy: str, tokens: int, dtype: str):
 def test_kernels_read_16_bytes_at_once_and_fit_a_multiprocessor_twice(
     policy, tokens, dtype, monkeypatch, tmp_path
 ):
-    pytest.importorskip("jax_triton", reason=REASON)
     for function, arrays in calls(policy, tokens, dtype):
         for kernel in kernels(function, monkeypatch, *arrays):
             usage, code = resource_usage(kernel, tmp_path), compiled(kernel)

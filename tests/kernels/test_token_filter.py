@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels.on_device import on_device
-from kernels.triton_runs import FUSED, REASON, compiled, interpreted, kernels, resource_usage
+from kernels.triton_runs import FUSED, compiled, interpreted, kernels, resource_usage
 
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.kernels import token_filter
@@ -128,7 +128,6 @@ REGISTERS = 128  # of a thread: two programs of 8 warps fit a multiprocessor
 @pytest.mark.parametrize("name", FILTERS)
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_three_kernels_read_wide_and_fit_a_multiprocessor_twice(name, vocab, monkeypatch, tmp_path):
-    pytest.importorskip("jax_triton", reason=REASON)
     top_k, top_p = FILTERS[name]
     border = partial(token_filter.border, top_k=top_k, top_p=top_p, fused=FUSED)
     found = kernels(border, monkeypatch, jax.ShapeDtypeStruct((32, vocab), "float32"))

@@ -267,7 +267,6 @@ REGISTERS, SHARED = 65536, 227 << 10  # of a multiprocessor of an H200; bytes
 
 def kernel(case: Case, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """The one kernel that attention of this case calls."""
-    pytest.importorskip("jax_triton", reason=REASON)
     given, queries = arguments(case), case.G * case.N
     arrivals = np.zeros((len(case.lengths), case.K, sizes.tiles(queries)), np.int32)
     attend = partial(tree_attention.attend_in_kernel, fused=FUSED, sizes=sizes)

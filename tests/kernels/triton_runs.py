@@ -57,7 +57,7 @@ def kernels(
     function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, *arrays: Any
 ) -> list[Kernel]:
     """The kernels that the function calls for such arrays (their values do not matter)."""
-    import jax_triton
+    jax_triton = pytest.importorskip("jax_triton", reason=REASON)
     from triton.compiler import ASTSource
 
     made = []
