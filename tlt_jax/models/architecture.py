@@ -143,23 +143,14 @@ def padded_vocab(config: ModelConfig, model_axis: int) -> int:
     return -(-config.vocab_size // multiple) * multiple
 
 
-def model_axes(config: ModelConfig) -> list[int]:
-    """Sizes of the `model` mesh axis that this policy divides over."""
-    fits = [
-        n
-        for n in range(1, config.num_heads + 1)
-        if config.num_heads % n == 0 and config.mlp_dim % n == 0
-    ]
-    return [n for n in fits if config.num_kv_heads % n == 0 or n % config.num_kv_heads == 0]
-
-
 def check_mesh(config: ModelConfig, mesh: Mesh) -> None:
     """Raises ValueError, naming the sizes that work, when the policy does not divide over the mesh."""
     data, model = mesh.shape["data"], mesh.shape["model"]
-    if model not in model_axes(config):
+    H, K, F = config.num_heads, config.num_kv_heads, config.mlp_dim
+    fits = [n for n in range(1, H + 1) if H % n == F % n == 0 and 0 in (K % n, n % K)]
+    if model not in fits:
         raise ValueError(
-            f"mesh.model {model} does not divide {config.num_heads} attention heads, {config.num_kv_heads} KV heads "
-            f"and MLP width {config.mlp_dim}: use one of {model_axes(config)}"
+            f"mesh.model {model} does not divide {H} attention heads, {K} KV heads and MLP width {F}: use one of {fits}"
         )
     if config.hidden_size % data:
         fits = [n for n in range(1, 2 * data) if config.hidden_size % n == 0]

@@ -94,7 +94,8 @@ def rotated(
     width = 1 if axis == 0 else -1
     x = remats.named(x, remats.HEADS)  # before the norm, whose backward pass needs it
     x = x if norm is None else ops.rms_norm(x, norm, config.rms_eps, width)
-    return ops.rotate(x, cos, sin, width)
+    first, second = jnp.split(x, 2, axis=width)  # pairs (i, i + E/2) are rotated
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=width)
 
 
 def finish(
@@ -156,29 +157,20 @@ def finish_nodes(
 
 
 def gated(layer: Layer | JoinedLayer, y: Float[Array, "*A D"], axis: int) -> Float[Array, "*A F"]:
-    """What the MLP's last projection reads, from the normed input."""
-    gate, up = gate_up(layer, y, axis)
-    return jax.nn.silu(gate) * up
-
-
-def gate_up(
-    layer: Layer | JoinedLayer, y: Float[Array, "*A D"], axis: int
-) -> tuple[Float[Array, "*A F"], Float[Array, "*A F"]]:
-    """The gate and up projections of the MLP's input.
+    """What the MLP's last projection reads, from the normed input.
 
     For tree nodes (axis 0), joined matrices are one product. For all tokens of prompts that product's result would be one
     more large array, and it saves no time.
     """
     if isinstance(layer, Layer):
-        gate = ops.project(y, layer.gate, layer.gate_bias, axis)
-        up = ops.project(y, layer.up, layer.up_bias, axis)
-        return remats.named(gate, remats.MLP), remats.named(up, remats.MLP)
-    if axis == 0:
+        gate = remats.named(ops.project(y, layer.gate, layer.gate_bias, axis), remats.MLP)
+        up = remats.named(ops.project(y, layer.up, layer.up_bias, axis), remats.MLP)
+    elif axis == 0:
         gate, up = ops.project(y, layer.gate_up, layer.gate_up_bias, axis)
-        return gate, up
-    biases = (None, None) if layer.gate_up_bias is None else layer.gate_up_bias
-    gate, up = map(partial(ops.project, y, axis=axis), low_rank.rows(layer.gate_up), biases)
-    return gate, up
+    else:
+        biases = (None, None) if layer.gate_up_bias is None else layer.gate_up_bias
+        gate, up = map(partial(ops.project, y, axis=axis), low_rank.rows(layer.gate_up), biases)
+    return jax.nn.silu(gate) * up
 
 
 @jax.named_scope("layer")

@@ -88,18 +88,6 @@ def attention_input(
     )
 
 
-def leave(
-    params: DrafterParams,
-    config: DrafterConfig,
-    x: Float[Array, "*A Z"],
-    axis: int,
-) -> Float[Array, "*A Z"]:
-    """The hidden state, from the layer's output: the next level of the tree and the head read it."""
-    return (
-        ops.rms_norm(x, params.final_norm, config.layers.rms_eps, axis) if config.norm_output else x
-    )
-
-
 @shaped
 def nodes_in(
     params: DrafterParams,
@@ -142,11 +130,12 @@ def nodes_out(
     attended: Float[Array, "B K G N E"],
     fused: Fused | None,
 ) -> Float[Array, "B N Z"]:
-    """Hidden states of nodes after attention."""
+    """Hidden states of nodes after attention: the next level of the tree and the head read them."""
     norm = params.final_norm if config.norm_output else None
     x, normed = finish_nodes(params.layers, config.layers, x, ops.by_feature(attended), norm, fused)
-    hidden = leave(params, config, x, 0) if normed is None else normed
-    return hidden.T.reshape(attended.shape[0], attended.shape[3], -1)
+    if norm is not None:
+        x = ops.rms_norm(x, norm, config.layers.rms_eps, 0) if normed is None else normed
+    return x.T.reshape(attended.shape[0], attended.shape[3], -1)
 
 
 @jax.named_scope("drafter/extend")
@@ -322,7 +311,9 @@ def unroll(
         # windows into a row.
         attended = packed_attention.attend(q, *first, segments, block, own=own)
         x = finish(params.layers, config.layers, x, attended.reshape(*x.shape[:2], -1), -1)
-        return rows(leave(params, config, x, -1)), (k, v)
+        if config.norm_output:
+            x = ops.rms_norm(x, params.final_norm, config.layers.rms_eps)
+        return rows(x), (k, v)
 
     params = cast(params, features.dtype)
     state, past, hidden = rows(features), (), []

@@ -105,18 +105,14 @@ def project(
     return y if bias is None else y + bias.reshape(*bias.shape, *[1] * (x.ndim - 1))
 
 
-def along(vector: Float[Array, " D"], ndim: int, axis: int) -> Float[Array, "*ones D"]:
-    """The vector shaped to broadcast along one axis of an array with ndim axes."""
-    return jnp.expand_dims(vector, [i for i in range(ndim) if i != axis % ndim])
-
-
 def rms_norm(
     x: Float[Array, "*A D"], weight: Float[Array, " D"], eps: float, axis: int = -1
 ) -> Float[Array, "*A D"]:
     """x at unit root mean square over `axis`, times weight."""
     wide = x.astype(widen(x.dtype))
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=axis, keepdims=True) + eps)
-    return (wide * scale).astype(x.dtype) * along(weight, x.ndim, axis)
+    weight = jnp.expand_dims(weight, [i for i in range(x.ndim) if i != axis % x.ndim])
+    return (wide * scale).astype(x.dtype) * weight
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> Float[np.ndarray, " half"]:
@@ -153,14 +149,6 @@ def rope_angles(
     angle = positions[..., None].astype(frequency.dtype) * frequency
     cos, sin = rope.attention_factor * jnp.cos(angle), rope.attention_factor * jnp.sin(angle)
     return cos.astype(dtype), sin.astype(dtype)
-
-
-def rotate(
-    x: Float[Array, "*A E"], cos: Float[Array, "*#A half"], sin: Float[Array, "*#A half"], axis: int
-) -> Float[Array, "*A E"]:
-    """x with the pairs (i, i + E/2) along `axis` rotated by their angle."""
-    first, second = jnp.split(x, 2, axis=axis)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=axis)
 
 
 def by_row(x: Float[Array, "B ..."], mesh: Mesh | None) -> Float[Array, "B ..."]:

@@ -50,16 +50,10 @@ def hidden(
     ) -> tuple[tuple[Array, list[Array]], None]:
         (x, kept), (depth, layer) = carry, step
         layer = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), layer)
-        x = rows(
-            decoder_layer.packed_layer(layer, config, x, angles, segments, block, longest, mesh)[0]
-        )
-        return (
-            x,
-            [
-                jnp.where(depth == capture, x, old)
-                for capture, old in zip(captures, kept, strict=True)
-            ],
-        ), None
+        given = angles, segments, block, longest, mesh
+        x = rows(decoder_layer.packed_layer(layer, config, x, *given)[0])
+        pairs = zip(captures, kept, strict=True)
+        return (x, [jnp.where(depth == capture, x, old) for capture, old in pairs]), None
 
     def at_depth(carry: tuple[Array, list[Array]], depth: Array):
         """`body` on the layer at this depth, read in its place: a slice of some layers would be a copy of their weights."""
