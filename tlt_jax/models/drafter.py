@@ -328,43 +328,38 @@ def weights(
     """A Weight for every array of the drafter's parameters in this layout; `is_bound`: as `bind` returns them."""
     layers, rank, is_whole = config.layers, config.markov_rank, config.has_full_vocab
     Z, padded, rollout = layers.hidden_size, padded_vocab(layers, model_axis), layout == "rollout"
-    norm = Weight((Z,), (None,), "ones")
     U = padded if is_whole else config.draft_vocab_size
-    axes = ("vocab" if U % model_axis == 0 else None, "embed")
-    num_rows = layers.vocab_size if is_whole else None
-    # Zero, so that a new drafter begins as one without these heads.
-    markov_out = Weight((U, rank), axes, "zeros", num_rows=num_rows)
+    axes, num_rows = ("vocab" if U % model_axis == 0 else None, "embed"), layers.vocab_size
     kv = (layers.num_layers, 2, rollout_kv_heads(layers, model_axis), layers.head_dim, Z)
     has_head = not config.reads_policy_head or (is_bound and config.copies_head)
-    is_eagle = config.kind == "eagle"
+    is_eagle, drafted = config.kind == "eagle", num_rows if is_whole else None
+
+    def one(exists: Any, shape: tuple[int, ...], *rest: Any) -> Weight | None:
+        return Weight(shape, *rest) if exists else None
+
     return DrafterParams(
         fuse=Weight((Z, 2 * Z if is_eagle else config.feature_width), (None, "embed")),
-        fuse_bias=Weight((Z,), (None,), "zeros") if config.fc_bias else None,
-        feature_norms=Weight((len(config.captures), Z), (None, None), "ones")
-        if config.fc_norm
-        else None,
-        hidden_norm=None if is_eagle else norm,
-        layers=architecture.weights(layers, model_axis, layout).layers
-        if config.is_block
-        else one_layer(config, model_axis, layout),
-        final_norm=None if is_eagle else norm,
-        markov_in=Weight((padded, rank), ("vocab", "embed"), num_rows=layers.vocab_size)
-        if rank
-        else None,
-        markov_out=markov_out if rank else None,
-        confidence=Weight((Z + rank,), (None,), "zeros") if config.confidence else None,
-        confidence_bias=Weight((), (), "zeros") if config.confidence else None,
-        context_kv=Weight(kv, (None, None, "kv_heads", None, "embed"))
-        if config.is_block and rollout
-        else None,
-        head=Weight((U, Z), axes, num_rows=num_rows) if has_head else None,
-        ids=None if is_whole else Weight((U,), (None,), "ids"),
+        fuse_bias=one(config.fc_bias, (Z,), (None,), "zeros"),
+        feature_norms=one(config.fc_norm, (len(config.captures), Z), (None, None), "ones"),
+        hidden_norm=one(not is_eagle, (Z,), (None,), "ones"),
+        layers=layers_of(config, model_axis, layout),
+        final_norm=one(not is_eagle, (Z,), (None,), "ones"),
+        markov_in=one(rank, (padded, rank), ("vocab", "embed"), "normal", num_rows),
+        # Zero, so that a new drafter begins as one without these heads.
+        markov_out=one(rank, (U, rank), axes, "zeros", drafted),
+        confidence=one(config.confidence, (Z + rank,), (None,), "zeros"),
+        confidence_bias=one(config.confidence, (), (), "zeros"),
+        context_kv=one(config.is_block and rollout, kv, (None, None, "kv_heads", None, "embed")),
+        head=one(has_head, (U, Z), axes, "normal", drafted),
+        ids=one(not is_whole, (U,), (None,), "ids"),
     )
 
 
-def one_layer(config: DrafterConfig, model_axis: int, layout: str) -> Layer:
-    """A Weight for every array of the layer of eagle and eagle3."""
+def layers_of(config: DrafterConfig, model_axis: int, layout: str) -> Any:
+    """A Weight for every array of the layers, as DrafterParams has them."""
     layers = config.layers
+    if config.is_block:
+        return architecture.weights(layers, model_axis, layout).layers
     fits = layout == "rollout" or layers.num_kv_heads % model_axis == 0
     kv_heads = layers.num_kv_heads if layout == "train" else rollout_kv_heads(layers, model_axis)
     layer = layer_weights(layers, kv_heads, "kv_heads" if fits else None)

@@ -120,17 +120,15 @@ def read_eagle(raw: Mapping[str, Any], policy: ModelConfig, family: str) -> dict
 
 def read_eagle3(raw: Mapping[str, Any], policy: ModelConfig, family: str) -> dict[str, Any]:
     """`Format.read` of EAGLE-3."""
-    named, size = (
-        level_fields(raw, ("attention_bias", "mlp_bias", "bias")),
-        raw.get("draft_vocab_size"),
-    )
+    named = level_fields(raw, ("attention_bias", "mlp_bias", "bias"))
     if raw.get("tie_word_embeddings"):
         raise ModelError("tie_word_embeddings true: an EAGLE-3 drafter needs an LM head of its own")
-    if not size:
+    if not raw.get("draft_vocab_size"):
         raise ModelError(
             "draft_vocab_size is missing: an EAGLE-3 drafter that shares the policy's LM head is not supported"
         )
-    return named | {"captures": read_captures(raw, policy), "draft_vocab_size": size}
+    own = {"captures": read_captures(raw, policy), "draft_vocab_size": raw["draft_vocab_size"]}
+    return named | own
 
 
 def level_fields(raw: Mapping[str, Any], biases: Sequence[str]) -> dict[str, Any]:
