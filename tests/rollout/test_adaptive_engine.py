@@ -124,7 +124,7 @@ def test_a_plan_has_the_programs_of_every_arm_before_any_drafter_is_trained():
 
 
 def test_until_the_learned_drafter_is_used_nothing_is_captured_and_no_token_changes(x64):
-    engine = adaptive("eagle", 2, cache_buckets=[32])
+    engine = adaptive("eagle", 2, batch_buckets=[6], cache_buckets=[32])
     params, drafter = tiny.params_of(engine), speculation.drafter_of("eagle", engine.mesh)
     expected, _ = tiny.reference(tiny.COLD)
     shape = tiny.PROMPTS, tiny.SAMPLES, tiny.COLD, tiny.LIMIT

@@ -25,6 +25,7 @@ from tiny_engine import (
     play,
     reference,
     roll_out,
+    with_drafter,
 )
 
 from tlt_jax.config import Config
@@ -156,7 +157,7 @@ def test_executables_are_cached_on_disk_also_after_earlier_compilations(tmp_path
 def drafting(**speculation) -> Engine:
     """An engine that may draft from n-grams, with a tuner that learns."""
     settings = Speculation(**{"drafter": "ngram", "strategies": ["2_2_4"]} | speculation)
-    return Engine(replace(engine_of().config, speculation=settings), MODEL, meshes.make_mesh(1, 1))
+    return with_drafter(engine_of(batch_buckets=[12], cache_buckets=[32]), settings)
 
 
 def test_sequences_that_n_grams_cannot_search_are_refused():
@@ -171,6 +172,7 @@ def test_sequences_that_n_grams_cannot_search_are_refused():
 
 
 def test_earlier_texts_are_gathered_only_for_chunks_that_draft(monkeypatch, x64):
+    monkeypatch.setattr(ngram_memory, "POOL", 64)
     gather, gathered = NGramMemory.siblings, []
     monkeypatch.setattr(
         NGramMemory, "siblings", lambda texts, rows: gathered.append(rows) or gather(texts, rows)

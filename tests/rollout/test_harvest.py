@@ -184,19 +184,19 @@ def late(monkeypatch) -> None:
 
 
 def restless():
-    """Decisions with other numbers of rows or slots each time."""
+    """Decisions with other numbers of rows and slots each time."""
     plain, turn = toys.bucketed((14,), (72,)), itertools.count()
 
     def decide(view):
         number = next(turn)
-        sizes = {"batch": 12 + 2 * (number % 2), "slots": 64 + 8 * (number // 2 % 2)}
+        sizes = {"batch": 12 + 2 * (number % 2), "slots": 64 + 8 * (number % 2)}
         return replace(plain(view), strategy=(PLAIN, toys.TREE)[number % 3 == 2], **sizes)
 
     return decide
 
 
 MOVES = {"capacity": 12, "rounds": 2}
-SHRINKS = {"capacity": 12, "batches": (2, 5, 12), "slots": (33, 40, 64), "rounds": 2}
+SHRINKS = {"capacity": 12, "batches": (2, 12), "slots": (40, 64), "rounds": 2}
 REFILLS = {"capacity": 3, "batches": (3,), "rounds": 3}
 
 

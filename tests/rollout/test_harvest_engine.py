@@ -34,7 +34,7 @@ from tlt_jax.spec_decode.interface import DecodingParams
 from tlt_jax.spec_decode.strategy import Strategy
 
 WIDTH, SIZE = 8, 32
-SHAPE = {"slots": 5, "chunk": 3, "cache_buckets": [32]}
+SHAPE = {"slots": 5, "chunk": 3, "batch_buckets": [5], "cache_buckets": [32]}
 
 
 @dataclass

@@ -22,7 +22,7 @@ POLICY, BAD = replace(tiny.MODEL, tied=False), (0, 17, 33)
 LONG = [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6]
 PROMPTS = [[3, 1, 4], [33, *LONG], [9], [36, 10], [*LONG, 17, 2], [1, 4], LONG, [5, 8, 33], [7, 12]]
 EOS, SHAPE = POLICY.eos_ids[0], {
-    "slots": 3, "batch_buckets": [1, 3], "cache_buckets": [22, 32], "chunk": 3, "policy": POLICY
+    "slots": 3, "batch_buckets": [3], "cache_buckets": [32], "chunk": 3, "policy": POLICY
 }  # fmt: skip
 
 
