@@ -188,24 +188,11 @@ def test_rows_of_a_task_held_out_depend_on_no_training_seed():
 def test_columns_are_mapped_and_the_source_columns_kept(tmp_path):
     rows = [{"q": f"p{i}", "a": 0.5 + i, "key": i, "level": "hard"} for i in range(9)]
     source = write(tmp_path / "a.jsonl", rows)
-    knobs = {
-        "prompt_column": "q",
-        "answer_column": "a",
-        "id_column": "key",
-        "shuffle": False,
-        "eval": str(source),
-    }
+    knobs = {"prompt_column": "q", "answer_column": "a", "id_column": "key"}
+    knobs |= {"shuffle": False, "eval": str(source)}
     row = datasets.load(make_config(source, **knobs), make_tokenizer()).prompts(0)[2].row
-    assert row == {
-        "q": "p2",
-        "a": 2.5,
-        "key": 2,
-        "level": "hard",
-        "id": "2",
-        "tlt_id": "2",
-        "prompt": "p2",
-        "answer": "2.5",
-    }
+    mapped = {"id": "2", "tlt_id": "2", "prompt": "p2", "answer": "2.5"}
+    assert row == {"q": "p2", "a": 2.5, "key": 2, "level": "hard"} | mapped
 
 
 @pytest.mark.parametrize("column", ["", "key", "id"])
@@ -216,12 +203,8 @@ def test_a_row_keeps_the_id_of_the_data(column, tmp_path):
     loaded = datasets.load(make_config(source, id_column=column, eval_size=1), make_tokenizer())
     for prompt in (*loaded.train, *loaded.eval):
         row, n = prompt.row, prompt.row["key"]
-        assert row["id"] == f"my-{n}"
-        assert (
-            prompt.id
-            == row["tlt_id"]
-            == {"": f"a.jsonl:{n + 1}", "key": f"{n}"}.get(column, row["id"])
-        )
+        assert row["id"] == f"my-{n}" and prompt.id == row["tlt_id"]
+        assert prompt.id == {"": f"a.jsonl:{n + 1}", "key": f"{n}"}.get(column, row["id"])
 
 
 def test_long_prompts_are_dropped_and_counted_and_more_than_half_are_an_error(tmp_path):
@@ -239,20 +222,14 @@ def test_long_prompts_are_dropped_and_counted_and_more_than_half_are_an_error(tm
 
 
 def test_the_chat_template_gets_system_suffix_and_its_own_arguments(tmp_path):
-    chat = [
-        {"role": "user", "content": "a"},
-        {"role": "x", "content": "b"},
-        {"role": "user", "content": "c"},
-    ]
-    tool = [chat[0], {"role": "assistant", "content": "b"}, {"role": "tool", "content": "c"}]
+    chat, tool = (
+        [{"role": role, "content": content} for role, content in zip(roles, "abc", strict=True)]
+        for roles in (("user", "x", "user"), ("user", "assistant", "tool"))
+    )
     rows = [{"prompt": prompt, "answer": "1"} for prompt in ("hi", chat, tool)]
     source = write(tmp_path / "a.jsonl", rows)
-    knobs = {
-        "chat_template": True,
-        "chat_template_kwargs": {"mark": "!"},
-        "system": "sys",
-        "prompt_suffix": "?",
-    }
+    knobs = {"chat_template": True, "chat_template_kwargs": {"mark": "!"}}
+    knobs |= {"system": "sys", "prompt_suffix": "?"}
     tokenizer = make_tokenizer(TEMPLATE)
     config = make_config(source, prompts=3, shuffle=False, eval=str(source), **knobs)
     texts = [p.text for p in datasets.load(config, tokenizer).prompts(0)]
@@ -310,25 +287,14 @@ def test_parquet_folder_glob_and_hub_give_the_rows_of_the_jsonl_file(tmp_path, m
     monkeypatch.setattr(huggingface_hub, "list_repo_files", fake_list)
     monkeypatch.setenv("MY_SET", str(folder))
     hub = "hf://datasets/someone/set/main/train-*"
-    for source in (
-        folder,
-        "$MY_SET",
-        "${MY_SET}/main/*",
-        f"{folder}/main/train-*",
-        f"{folder}:train",
-        "someone/set",
-        "someone/set@v2:main/train",
-        hub,
-    ):
+    local = (folder, "$MY_SET", "${MY_SET}/main/*", f"{folder}/main/train-*", f"{folder}:train")
+    for source in (*local, "someone/set", "someone/set@v2:main/train", hub):
         config = make_config(source, prompts=6, shuffle=False, eval=str(folder))
-        assert [p.text for p in datasets.load(config, make_tokenizer()).prompts(0)] == [
-            row["prompt"] for row in rows
-        ]
-    assert asked == [
-        ("someone/set", "dataset", None, ["main/train-0.parquet", "main/train-1.jsonl"]),
-        ("someone/set", "dataset", "v2", ["main/train-0.parquet", "main/train-1.jsonl"]),
-        ("someone/set", "dataset", None, ["main/train-*"]),
-    ]
+        found = [p.text for p in datasets.load(config, make_tokenizer()).prompts(0)]
+        assert found == [row["prompt"] for row in rows]
+    both, pattern = ["main/train-0.parquet", "main/train-1.jsonl"], ["main/train-*"]
+    wanted = ((None, both), ("v2", both), (None, pattern))
+    assert asked == [("someone/set", "dataset", *one) for one in wanted]
 
 
 @pytest.fixture
@@ -386,15 +352,10 @@ def test_a_source_with_several_splits_must_name_one(hub, monkeypatch, is_online)
     if not is_online:
         monkeypatch.setattr(huggingface_hub, "list_repo_files", offline)
     knobs = {"prompt_column": "question", "eval_size": 0, "shuffle": False}
+    every = "4 splits, and none is selected (main/test, main/train, socratic/test, socratic/train)"
     for source, listed in (
-        (
-            "openai/gsm8k",
-            "4 splits, and none is selected (main/test, main/train, socratic/test, socratic/train)",
-        ),
-        (
-            str(hub),
-            "4 splits, and none is selected (main/test, main/train, socratic/test, socratic/train)",
-        ),
+        ("openai/gsm8k", every),
+        (str(hub), every),
         ("openai/gsm8k:train", "2 splits, and none is selected (main/train, socratic/train)"),
         ("openai/gsm8k:main", "write one of them, as openai/gsm8k:main/train"),
         ("openai/gsm8k:other", "no .jsonl, .json, .csv or .parquet file there"),
@@ -632,12 +593,9 @@ def test_gsm8k_wants_one_number_in_every_reference(tmp_path):
         "1 or 3",
         "The long way. #### $1,234",
         "12 bananas",
-        7.5,
-        "\\frac{3}{4}",
     ]
-    source = write(
-        tmp_path / "a.jsonl", [{"prompt": f"{n}", "answer": one} for n, one in enumerate(rows)]
-    )
+    rows = [{"prompt": str(n), "answer": a} for n, a in enumerate([*rows, 7.5, "\\frac{3}{4}"])]
+    source = write(tmp_path / "a.jsonl", rows)
     config = make_config(source, eval_size=1)
     for terms in ({"gsm8k": 1.0}, {"gsm8k_flexible": 0.5, "format": 0.1}):
         message = failure(replace(config, reward=replace(config.reward, terms=terms)))
@@ -788,17 +746,8 @@ def test_solutions_of_a_file_are_read_checked_and_repeated(tmp_path):
 
 def test_a_warm_start_learns_all_solutions_of_a_prompt(tmp_path):
     """RL has each prompt once; a pair of prompt and solution is learned once, and none of a held-out prompt."""
-    pairs = [
-        ("a", "1"),
-        ("a", "2"),
-        ("b", "1"),
-        ("a", "1"),
-        ("c", "1"),
-        ("c", "3"),
-        ("b", "1"),
-        ("d", "9" * 8),
-    ]
-    rows = [{"prompt": p, "answer": "1", "solution": s} for p, s in pairs]
+    pairs = ("a 1", "a 2", "b 1", "a 1", "c 1", "c 3", "b 1", "d 99999999")
+    rows = [{"prompt": p, "answer": "1", "solution": s} for p, s in map(str.split, pairs)]
     source = write(tmp_path / "a.jsonl", rows)
     held_out = write(tmp_path / "b.jsonl", rows[4:5])
     knobs = {"eval": str(held_out), "sft_steps": 1, "duplicates": "drop", "shuffle": False}
@@ -806,10 +755,8 @@ def test_a_warm_start_learns_all_solutions_of_a_prompt(tmp_path):
     config = replace(config, rollout=replace(config.rollout, max_new_tokens=5))
     loaded = datasets.load(config, tokenizer)
     assert [prompt.text for prompt in loaded.train] == ["a", "b", "d"]
-    learned = [tuple(map(tokenizer.decode, pair)) for pair in loaded.trainable]
-    assert learned == [
-        (p, s + tokenizer.eos_token) for p, s in [("a", "1"), ("a", "2"), ("b", "1")]
-    ]
+    learned = [" ".join(map(tokenizer.decode, pair)) for pair in loaded.trainable]
+    assert learned == [f"{one}{tokenizer.eos_token}" for one in ("a 1", "a 2", "b 1")]
     assert loaded.describe() == (
         "data: 3 of 8 rows (dropped: 4 duplicates, 1 also in the evaluation), 1 of evaluation; "
         "4 solutions for the warm start; 1 solutions longer than rollout.max_new_tokens are not trained on"

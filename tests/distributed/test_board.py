@@ -495,20 +495,6 @@ def test_a_process_takes_samples_that_wait_for_rows_of_another():
     assert one.take(1, prefilled=[0])[:3] == ([], frozenset([0]), True)
 
 
-def test_two_queues_on_one_board_give_every_sample_once_whatever_the_order():
-    for seed in range(20):
-        order, board = random.Random(seed), LocalBoard()
-        queues = [WorkQueue(board, "s", prompts=5, samples=3) for _ in range(3)]
-        held, found = [set() for _ in queues], []
-        for _ in range(200):
-            which = order.randrange(3)
-            taken = queues[which].take(order.randrange(1, 5), held[which])
-            found += taken.samples
-            held[which] |= {prompt for prompt, _ in taken.samples}
-            held[which] -= taken.started
-        assert sorted(found) == [(p, s) for p in range(5) for s in range(3)]
-
-
 def test_queues_give_no_prompt_beyond_their_bound_and_every_sample_below_it_once(board):
     """Processes that claim at once may claim prompts beyond the bound: these wait for any of them until it rises."""
     for seed in range(5):

@@ -251,7 +251,7 @@ def test_the_host_says_how_many_processes_score(monkeypatch, cores, count):
 
 SLOW_TO_START = """
 import os, time
-time.sleep(2.0)
+time.sleep({seconds})
 if os.path.exists({lock!r}):
     raise RuntimeError("one process at a time")
 {claim}
@@ -268,7 +268,7 @@ def ready(scorer: Scorer, count: int) -> bool:
 
 
 def test_a_spare_process_takes_over_for_one_that_died(tmp_path, monkeypatch):
-    (tmp_path / "slow_rewards.py").write_text(SLOW_TO_START.format(lock="", claim=""))
+    (tmp_path / "slow_rewards.py").write_text(SLOW_TO_START.format(seconds=2.0, lock="", claim=""))
     monkeypatch.syspath_prepend(tmp_path)
     with Scorer(make_config({"slow_rewards:probe": 1.0})) as scorer:
         until(lambda: ready(scorer, 2))
@@ -293,9 +293,9 @@ def test_only_reward_workers_processes_score_at_a_time(user_module):
 
 def test_a_run_goes_on_without_a_spare_process_that_does_not_start(tmp_path, monkeypatch, caplog):
     lock = str(tmp_path / "lock")
-    (tmp_path / "lone_rewards.py").write_text(
-        SLOW_TO_START.format(lock=lock, claim=f"open({lock!r}, 'w').close()")
-    )
+    claim = f"open({lock!r}, 'w').close()"
+    module = SLOW_TO_START.format(seconds=0.0, lock=lock, claim=claim)
+    (tmp_path / "lone_rewards.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
     with Scorer(make_config({"lone_rewards:probe": 1.0})) as scorer:
         until(lambda: "no spare scoring process" in caplog.text)
