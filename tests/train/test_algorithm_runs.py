@@ -5,8 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from jobs import Job
-from training_runs import assert_close, completions, events, resumed, state_of
+from training_runs import completions, events, resumed, state_of
 
 from tlt_jax import cli
 from tlt_jax.train import loop
@@ -47,26 +46,6 @@ def test_drafting_changes_no_bit_of_a_policy_that_resumes_exactly(configure, tmp
         assert first == 0 and second != 0
         assert "actor/sequence_ratio_max" not in measured
         assert measured["actor/kl"][1][1] > 0, "the policy has moved from the reference"
-
-
-def test_two_processes_learn_what_one_does_with_a_kl_in_the_reward(configure, tmp_path):
-    """Each has half of the rows. In the second step the KL is no longer 0. With one minibatch all ratios are exactly 1."""
-    knobs = ALGORITHMS["cispo, reinforce_pp, KL in the reward"] | {
-        "algorithm.importance": "sequence", "algorithm.importance_mask": 1.5, "algorithm.minibatches": 1,
-        "mesh.data": 2, "mesh.fake_devices": 2,
-    }  # fmt: skip
-    alone, both = (configure(tmp_path / name, SHORT | knobs) for name in ("alone", "both"))
-    assert loop.train(alone) == cli.DONE
-    with Job(both, 2, by_launcher=True) as job:
-        assert job.wait() == [cli.DONE], job.said()
-    for ours, theirs in zip(*(completions(run).values() for run in (both, alone)), strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            assert one[:-1] == other[:-1]  # all but the advantage
-            np.testing.assert_allclose(one[-1], other[-1], rtol=0, atol=1e-5)
-    assert_close(both, alone)
-    ours, theirs = (events(run)["actor/reward_kl_penalty"] for run in (both, alone))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-7)
-    assert events(alone)["actor/ratio_max"] == [(1, 1.0), (2, 1.0)]
 
 
 def test_with_importance_weights_drafting_changes_a_policy_by_rounding_alone(configure, tmp_path):

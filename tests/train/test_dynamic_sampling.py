@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from idle_process import groups_train
-from jobs import Job
 from training_runs import (
     assert_same_bits,
     completions,
@@ -186,18 +185,6 @@ def test_a_run_without_it_goes_on_with_it_from_where_it_was(run, still, configur
     assert loop.train(config) == cli.DONE
     second, expected = steps_of(config)[1], prompts(whole)[WINDOW:]
     assert all(answers[0][0] == expected[prompt] for prompt, answers in second.items())
-
-
-def test_two_processes_train_as_one_does(run, configure, tmp_path):
-    knobs = DYNAMIC | {"mesh.fake_devices": 2, "rollout.slots": 2}
-    config = configure(tmp_path / "two", knobs)
-    with Job(config, 2, by_launcher=True, TOY_REWARD_SECONDS="0.01") as job:
-        assert job.wait() == [cli.DONE], job.said()
-    assert completions(config) == completions(run("keep"))
-    names = ("groups/tried", "groups/replaced", "groups/filled", "reward/mean")
-    assert [[line[name] for name in names] for line in lines(config)] == [
-        [line[name] for name in names] for line in lines(run("keep"))
-    ]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from idle_process import groups_train
 from jobs import Job
 from test_adaptive_runs import ADAPTIVE, UNEVEN
+from test_dynamic_sampling import DYNAMIC
 from training_runs import (
     STEPS,
     assert_close,
@@ -166,10 +167,15 @@ def test_a_drafter_learns_from_the_policy_with_adapters_and_changes_no_bit(
 
 
 def test_two_processes_train_the_adapters_of_one(configure, tmp_path):
-    """After a warm start of all weights, of which process 0 writes the base, slowly; one of an earlier attempt exists."""
-    knobs = LORA | {
-        "mesh.data": 2, "mesh.fake_devices": 2, "train.steps": 2, "sft.steps": 2, "sft.solution_column": "prompt",
-        "algorithm.kl_coef": 0.1, "model.compute_dtype": "float32",
+    """After a warm start of all weights, of which process 0 writes the base, slowly; one of an earlier attempt exists.
+
+    Each decodes and scores half of a step's window (dynamic sampling), and has half of the rows for the KL in the reward.
+    With one minibatch all ratios are exactly 1.
+    """
+    knobs = LORA | DYNAMIC | {
+        "mesh.fake_devices": 2, "rollout.slots": 2, "sft.steps": 2, "sft.solution_column": "prompt",
+        "algorithm.kl_in": "reward", "algorithm.kl_coef": 0.1, "algorithm.importance": "sequence",
+        "algorithm.importance_mask": 1.5, "model.compute_dtype": "float32",
     }  # fmt: skip
     alone, two = (configure(tmp_path / name, knobs) for name in ("alone", "two"))
     assert loop.train(alone) == cli.DONE
@@ -177,10 +183,22 @@ def test_two_processes_train_the_adapters_of_one(configure, tmp_path):
     reference.mkdir(parents=True)
     (reference / "config.json").write_text("{}")
     fails = {"FAILS_AS": "0", "FAILS_IN": "slow rename", "FAILS_NTH": "1"}
-    with Job(two, 2, "failing_process", by_launcher=True, **fails) as job:
+    with Job(
+        two, 2, "failing_process", by_launcher=True, TOY_REWARD_SECONDS="0.01", **fails
+    ) as job:
         assert job.wait() == [cli.DONE], job.said()
     kept = json.loads((reference / "made_from.json").read_text())
     assert kept["source"]["train.seed"] == "0" and kept["leaves"]
     assert json.loads((reference / "config.json").read_text())["hidden_size"]
-    assert completions(two) == completions(alone)
+    for ours, theirs in zip(*(completions(one).values() for one in (two, alone)), strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one[:-1] == other[:-1]  # all but the advantage
+            np.testing.assert_allclose(one[-1], other[-1], rtol=0, atol=1e-5)
     assert_close(two, alone)
+    ours, theirs = map(events, (two, alone))
+    for name in ("groups/tried", "groups/replaced", "groups/filled", "reward/mean"):
+        assert ours[name] == theirs[name], name
+    penalties = (found["actor/reward_kl_penalty"] for found in (ours, theirs))
+    np.testing.assert_allclose(*penalties, rtol=1e-3, atol=1e-7)
+    assert theirs["actor/reward_kl_penalty"][-1][1] != 0
+    assert {value for _, value in theirs["actor/ratio_max"]} == {1.0}
