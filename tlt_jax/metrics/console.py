@@ -288,7 +288,8 @@ def scores(values: Mapping[str, float]) -> list[str]:
         for name, value in values.items()
         if not name.startswith("eval/response_length/")
     }
-    last = max((name for name in shown if name.startswith("pass@")), key=order, default="")
+    powers = (name for name in shown if name.startswith("pass@"))
+    last = max(powers, key=lambda name: int(name.partition("@")[2]), default="")
 
     def rank(name: str) -> int:
         return 0 if name.startswith("mean@") else 1 if name in ("pass@1", last) else 3
@@ -300,11 +301,6 @@ def scores(values: Mapping[str, float]) -> list[str]:
     if "eval/response_length/clip_ratio" in values:
         cells.append((2, f"cut {values['eval/response_length/clip_ratio']:.0%}"))
     return [text for _, text in sorted(cells, key=lambda one: one[0])]
-
-
-def order(name: str) -> int:
-    """The k of pass@k."""
-    return int(name.partition("@")[2])
 
 
 def fitted(cells: Sequence[str], width: int) -> str:

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -80,15 +80,6 @@ class MetricsFiles:
             own = {name: one for name, one in values.items() if name.startswith(WARM) == is_warm}
             if own:
                 file.write(step, own)
-
-    def histogram(self, step: int, name: str, values: Sequence[float] | np.ndarray) -> None:
-        """Writes nothing: completions and chunks hold the values."""
-
-    def text(self, step: int, name: str, markdown: str) -> None:
-        """Writes nothing."""
-
-    def close(self, is_failed: bool) -> None:
-        """Does nothing: no file is open."""
 
 
 def encoded(line: Mapping[str, Any]) -> bytes:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -61,6 +62,7 @@ class TensorBoard:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Writes scalars of a step; the first of a name has the name's meaning as its description."""
+        scalars = []
         for name, value in values.items():
             scalar = summary.scalar(name, value)
             # tensorboardX replaces @ and : by _, which TensorBoard allows
@@ -72,25 +74,25 @@ class TensorBoard:
                     summary_description=names.find(name, "scalar").help,
                 )
                 scalar.value[0].metadata.CopyFrom(shown)
-            self._write(step, scalar)
-        self._events.flush()
+            scalars.append(scalar)
+        self._write(step, *scalars)
 
     def histogram(self, step: int, name: str, values: Sequence[float] | np.ndarray) -> None:
         """Writes a histogram of the values."""
         self._write(step, summary.histogram(name, np.asarray(values, np.float64), bins=30))
-        self._events.flush()
 
     def text(self, step: int, name: str, markdown: str) -> None:
         """Writes a text, shown as Markdown."""
         self._write(step, summary.text(name, markdown))
-        self._events.flush()
 
     def close(self, is_failed: bool) -> None:
         """Closes the file."""
         self._events.close()
 
-    def _write(self, step: int, content) -> None:
-        self._events.write_event(Event(step=step, wall_time=time.time(), summary=content))
+    def _write(self, step: int, *contents: Any) -> None:
+        for content in contents:
+            self._events.write_event(Event(step=step, wall_time=time.time(), summary=content))
+        self._events.flush()
 
 
 def forget(path: Path, first_step: int) -> None:

@@ -73,8 +73,9 @@ class Writer:
         logging.getLogger("tlt_jax").addHandler(self._log)
         show = console.Table if console.is_kernel() else console.Progress
         self.progress = show(total_steps, resumed_from or 0)
+        self._files = MetricsFiles(config, first_step)
         made = [make for name, make in TRACKERS.items() if name in config.log.trackers]
-        self._trackers = [make(config, first_step) for make in (MetricsFiles, *made)]
+        self._trackers = [make(config, first_step) for make in made]
         self.text(first_step, "config", f"```yaml\n{to_yaml(config)}\n```")
 
     def __enter__(self) -> Writer:
@@ -87,8 +88,8 @@ class Writer:
         """Writes scalars of a step. Raises MetricError for an unlisted name."""
         for name in values:
             names.find(name, "scalar")
-        for tracker in self._trackers:
-            tracker.scalars(step, {name: float(value) for name, value in values.items()})
+        for one in (self._files, *self._trackers):
+            one.scalars(step, {name: float(value) for name, value in values.items()})
 
     def histogram(self, step: int, name: str, values: Sequence[float] | np.ndarray) -> None:
         """Writes a histogram of the values."""
