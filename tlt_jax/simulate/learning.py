@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tlt_jax.config import Config
 from tlt_jax.drafter.update import MicroStep
-from tlt_jax.rollout.recorder import Completion, Poll
-from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.rollout.recorder import Completion
 from tlt_jax.simulate.acceptance import Acceptances
 from tlt_jax.simulate.simulator import Marker
 from tlt_jax.train.adaptive import DrafterLearning
@@ -110,28 +110,16 @@ def settled(state: SimulatedDrafter | Piece) -> SimulatedDrafter:
     return state.after if isinstance(state, Piece) else state
 
 
-class SimulatedWindows:
-    """A group always has windows of its finished answers; stands for drafter.replay.Replay.
-
-    None is copied out of the decoding state: what that costs is in the share of capturing features.
-    """
-
-    width = 512
-
-    def begin(self, step: int, request: RolloutRequest) -> None:
-        return None
-
-    def listen(self, poll: Poll) -> None:
-        return None
-
-    def wanted(self, uid: int, length: int) -> Sequence[int]:
-        return ()
-
-    def sample(self, draw: int, row_tokens: int, held_out: bool = False) -> int:
-        return row_tokens
-
-    def metrics(self) -> dict[str, float]:
-        return {}
+# A group's windows of finished answers, in the place of drafter.replay.Replay: there are always some. None is copied out of
+# the decoding state: what that costs is in the share of capturing features.
+WINDOWS = SimpleNamespace(
+    width=512,
+    begin=lambda step, request: None,
+    listen=lambda poll: None,
+    wanted=lambda uid, length: (),
+    sample=lambda draw, row_tokens, held_out=False: row_tokens,
+    metrics=dict,
+)
 
 
 class SimulatedLearning(DrafterLearning):
@@ -153,9 +141,9 @@ class SimulatedLearning(DrafterLearning):
         self.depth = max((arm.depth for arm in engine.arms), default=1)
         engine.programs.kinds[MicroStep] = self.micro_step
 
-    def copies_and_replays(self) -> tuple[SimulatedCopies, dict[int, SimulatedWindows]]:
+    def copies_and_replays(self) -> tuple[SimulatedCopies, dict[int, SimpleNamespace]]:
         groups = self.engine.local_groups
-        return SimulatedCopies(len(groups)), {group: SimulatedWindows() for group in groups}
+        return SimulatedCopies(len(groups)), dict.fromkeys(groups, WINDOWS)
 
     def create(self, answers: Sequence[Completion]) -> SimulatedDrafter:
         return self.start
