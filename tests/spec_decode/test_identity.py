@@ -162,25 +162,24 @@ def test_no_measured_error_is_large_enough_to_excuse_a_thousandth():
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change",
     [
-        (lambda tokens, finish: (tokens[:-1], finish), "the rules say more tokens"),
-        (lambda tokens, finish: (tokens[:-1], "length"), "the rules say more tokens"),
-        (
-            lambda tokens, finish: (tokens, {"stop": "length", "length": "stop"}[finish]),
-            "the rules say",
-        ),
-        (lambda tokens, finish: ([*tokens, 1], finish), "the rules say"),
+        lambda tokens, finish: (tokens[:-1], finish),
+        lambda tokens, finish: (tokens[:-1], "length"),
+        lambda tokens, finish: (tokens, {"stop": "length", "length": "stop"}[finish]),
+        lambda tokens, finish: ([*tokens, 1], finish),
     ],
 )
-def test_answers_that_end_elsewhere_are_found(change, words):
+def test_answers_that_end_elsewhere_are_found(change):
     base = rollout(SETTINGS[0])
     assert {one.finish for one in base} == {"stop", "length"}
     for uid, one in enumerate(base):
         tokens, finish = change(one.tokens.tolist(), one.finish)
         planted = swap(base, replace(one, tokens=np.array(tokens, np.int32), finish=finish))
         verdict = identity.compare(law_of(SETTINGS[0]), base, planted)
-        assert any(line.startswith(f"uid {uid}: ") and words in line for line in verdict.wrong)
+        assert any(
+            line.startswith(f"uid {uid}: ") and "the rules say" in line for line in verdict.wrong
+        )
 
 
 def test_rollouts_of_other_uids_are_refused():
@@ -213,6 +212,11 @@ TOP_2, TOP_P = Sampling(1.0, 2), Sampling(1.0, 0, 0.8)
 NEAR, FAR = 1e-6, 1e-3  # on either side of the margin of 1e-5
 
 
+def mass_of_two(mass: float) -> np.ndarray:
+    """Log-probabilities of three tokens, of which the best two have this mass."""
+    return np.log([0.5, mass - 0.5, 1 - mass])
+
+
 @pytest.mark.parametrize(
     ("sampling", "scaled", "drawn", "token", "best", "excused"),
     [
@@ -222,24 +226,10 @@ NEAR, FAR = 1e-6, 1e-3  # on either side of the margin of 1e-5
         (TOP_2, [3, 2, 2 - NEAR, 0], [0, 0, 0, 0], 2, 0, False),  # just outside, and would lose
         (TOP_2, [3, 2, 2 - NEAR, 0], [0, 5, 0, 0], 0, 1, True),  # the winner may be outside
         (TOP_2, [3, 2, 2 - FAR, 0], [0, 5, 0, 0], 0, 1, False),
-        (
-            TOP_P,
-            np.log([0.5, 0.3 + NEAR, 0.2 - NEAR]),
-            [0, 0, 5],
-            2,
-            0,
-            True,
-        ),  # the mass of two is barely enough
-        (TOP_P, np.log([0.5, 0.3 + FAR, 0.2 - FAR]), [0, 0, 5], 2, 0, False),
-        (
-            TOP_P,
-            np.log([0.5, 0.3 - NEAR, 0.2 + NEAR]),
-            [0, 0, 5],
-            0,
-            2,
-            True,
-        ),  # and barely not enough
-        (TOP_P, np.log([0.5, 0.3 - FAR, 0.2 + FAR]), [0, 0, 5], 0, 2, False),
+        (TOP_P, mass_of_two(0.8 + NEAR), [0, 0, 5], 2, 0, True),  # barely enough
+        (TOP_P, mass_of_two(0.8 + FAR), [0, 0, 5], 2, 0, False),
+        (TOP_P, mass_of_two(0.8 - NEAR), [0, 0, 5], 0, 2, True),  # and barely not enough
+        (TOP_P, mass_of_two(0.8 - FAR), [0, 0, 5], 0, 2, False),
         (Sampling(0.0), [3, 3 - NEAR, 0], [0, 0, 0], 1, 0, True),
         (Sampling(0.0), [3, 3 - FAR, 0], [0, 0, 0], 1, 0, False),
     ],

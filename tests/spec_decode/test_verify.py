@@ -84,44 +84,29 @@ def state_of(lengths, limits, live, stops) -> DecodeState:
     )
 
 
-def test_an_answer_may_finish_inside_an_accepted_path():
-    rules = DecodingParams(eos_ids=(0, 9), stops=stop_tokens(((4, 5), (7,))))
-    tokens = jnp.array(
-        [
-            [1, 2, 3],
-            [1, 0, 3],
-            [1, 9, 0],
-            [5, 1, 1],
-            [1, 4, 5],
-            [1, 7, 3],
-            [1, 2, 3],
-            [1, 2, 0],
-            [0, 1, 1],
-        ]
-    )
-    accepted = jnp.array([2, 2, 0, 2, 2, 2, 2, 2, 2], jnp.int32)
-    limits = [
-        99,
-        99,
-        99,
-        99,
-        99,
-        99,
-        12,
-        13,
-        99,
-    ]  # length 9 plus the root: two more tokens fit below 12
-    live = [True] * 8 + [False]
-    after_4 = int(rules.stops.table[0, rules.stops.classes[4]])
-    state = state_of([9] * 9, limits, live, [0, 0, 0, after_4, 0, 0, 0, 0, 0])
-    broken = jnp.zeros(tokens.shape, bool)
-    counts, finish, stop_state = chunk.settle(
-        rules, state, tokens.astype(jnp.int32), accepted, broken
-    )
-    assert counts.tolist() == [3, 2, 1, 1, 3, 2, 2, 3, 0]
-    expected = [RUNNING, STOPPED, RUNNING, STOPPED, STOPPED, STOPPED, TRUNCATED, STOPPED, RUNNING]
-    assert finish.tolist() == expected
-    assert stop_state[2] == 0, "after 1 no stop has begun"
+RULES = DecodingParams(eos_ids=(0, 9), stops=stop_tokens(((4, 5), (7,))))
+AFTER_4 = int(RULES.stops.table[0, RULES.stops.classes[4]])
+NO = 3  # place of the first broken logits
+# Tokens of a walk behind 9 tokens and a root, accepted ones, limit, stop state, first broken place; tokens emitted, finish.
+ENDS = [
+    ([1, 2, 3], 2, 99, 0, NO, 3, RUNNING), ([1, 0, 3], 2, 99, 0, NO, 2, STOPPED), ([1, 9, 0], 0, 99, 0, NO, 1, RUNNING),
+    ([5, 1, 1], 2, 99, AFTER_4, NO, 1, STOPPED), ([1, 4, 5], 2, 99, 0, NO, 3, STOPPED),
+    ([1, 7, 3], 2, 99, 0, NO, 2, STOPPED), ([1, 2, 3], 2, 12, 0, NO, 2, TRUNCATED), ([1, 2, 0], 2, 13, 0, NO, 3, STOPPED),
+    ([1, 9, 2], 2, 99, 0, 1, 2, BROKEN), ([1, 2, 9], 2, 99, 0, 2, 3, BROKEN), ([9, 9, 9], 2, 99, 0, 0, 1, BROKEN),
+    ([1, 2, 3], 1, 99, 0, 2, 2, RUNNING),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_an_answer_may_finish_inside_an_accepted_path_or_where_logits_are_not_finite(live):
+    columns = (jnp.array(column, jnp.int32) for column in zip(*ENDS, strict=True))
+    tokens, accepted, limits, stops, first, counts, finish = columns
+    state = state_of([9] * len(ENDS), limits, [live] * len(ENDS), stops)
+    broken = jnp.arange(3) >= first[:, None]
+    found, ends, after = chunk.settle(RULES, state, tokens, accepted, broken)
+    np.testing.assert_array_equal(found, live * counts)
+    np.testing.assert_array_equal(ends, finish if live else RUNNING)
+    assert after[2] == 0, "after 1 no stop has begun"
 
 
 def test_a_stop_text_may_span_rounds():
@@ -136,17 +121,6 @@ def test_a_stop_text_may_span_rounds():
         state = state.replace(stop_state=stop_state)
         ends.append(finish.tolist())
     assert ends[:2] == [[RUNNING] * 3, [STOPPED, RUNNING, RUNNING]] and ends[2][2] == STOPPED
-
-
-def test_an_answer_ends_at_a_token_of_logits_that_are_not_finite():
-    rules = DecodingParams(eos_ids=(9,))
-    state = state_of([9] * 4, [99] * 4, [True] * 4, [0] * 4)
-    tokens = jnp.array([[1, 9, 2], [1, 2, 9], [9, 9, 9], [1, 2, 3]], jnp.int32)
-    broken = jnp.array([[0, 1, 0], [0, 0, 1], [1, 1, 1], [0, 0, 1]], bool)
-    accepted = jnp.array([2, 2, 2, 1], jnp.int32)
-    counts, finish, _ = chunk.settle(rules, state, tokens, accepted, broken)
-    assert counts.tolist() == [2, 3, 1, 2]
-    assert finish.tolist() == [BROKEN, BROKEN, BROKEN, RUNNING]
 
 
 def test_a_new_sequence_resets_its_row():
