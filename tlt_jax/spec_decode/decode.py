@@ -190,11 +190,13 @@ def choose_at(
 ) -> verify.Visit:
     """The target's choice of tokens at these nodes, `step` levels below the root; undefined for rows that are not alive."""
     rule, positions = decoder.params.sampling, state.lengths + 1 + step
+    here = logits  # [B, 1, V]
+    if logits.shape[1] > 1:
+        here = jnp.take_along_axis(logits, nodes[:, None, None], axis=1)
     if decoder.target.choose:
-        here = rows_at(nodes, logits)[:, None]
         found = choose_in_one_pass(decoder, state, ahead, here, positions[:, None])
         return jax.tree.map(lambda leaf: leaf[:, 0], found)
-    scaled = sampling.scale(rows_at(nodes, logits), rule)
+    scaled = sampling.scale(here[:, 0], rule)
 
     def noise(rows: Int32[Array, " R"], ids: Int32[Array, "R U"] | None) -> Float[Array, "R U"]:
         if ids is not None:
@@ -278,14 +280,6 @@ def reads_noise(decoder: Decoder) -> bool:
 def float_type(weights: Weights) -> jnp.dtype:
     """The dtype of probabilities: at least float32."""
     return jnp.result_type(jnp.float32, *jax.tree.leaves(weights.target))
-
-
-@shaped
-def rows_at(nodes: Int32[Array, " B"], values: Float[Array, "B N V"]) -> Float[Array, "B V"]:
-    """values[b, nodes[b]]."""
-    if values.shape[1] == 1:
-        return values[:, 0]
-    return jnp.take_along_axis(values, nodes[:, None, None], axis=1)[:, 0]
 
 
 @shaped

@@ -135,18 +135,13 @@ def harvest(
     rows: Int32[Array, " R"],
     starts: Int32[Array, " R"],
 ) -> Features:
-    """Copies of positions starts[r], ..., starts[r] + width - 1 of rows[r]."""
+    """Copies of positions starts[r], ..., starts[r] + width - 1 of rows[r]; past the last slot, of the last slot."""
+
+    def cut(array: Float[Array, "B S X"]) -> Float[Array, "R W X"]:
+        slots = jnp.clip(starts[:, None] + jnp.arange(width), 0, array.shape[1] - 1)
+        return array.at[rows[:, None], slots].get(mode="promise_in_bounds")
+
     states = target.states(state.cache) if target.states else None
     return Features(
-        features=cut(target.features(state.cache), rows, starts, width),
-        states=None if states is None else cut(states, rows, starts, width),
+        features=cut(target.features(state.cache)), states=None if states is None else cut(states)
     )
-
-
-@shaped
-def cut(
-    array: Float[Array, "B S X"], rows: Int32[Array, " R"], starts: Int32[Array, " R"], width: int
-) -> Float[Array, "R W X"]:
-    """array[rows[r], starts[r] : starts[r] + width]; indices past the last slot read the last slot."""
-    slots = jnp.clip(starts[:, None] + jnp.arange(width), 0, array.shape[1] - 1)
-    return array.at[rows[:, None], slots].get(mode="promise_in_bounds")
