@@ -247,6 +247,7 @@ model: {{init: {{model_type: qwen2, hidden_size: 16, num_hidden_layers: 1, num_a
                 intermediate_size: 16, max_position_embeddings: 64}}}}
 data: {{task_args: {{min_length: 3, max_length: 4, modulus: 5}}, max_prompt_tokens: 8}}
 rollout: {{prompts: 2, samples: 2, max_new_tokens: 8, compile_cache: {os.environ["TLT_JAX_TEST_PROGRAMS"]}}}
+speculation: {{drafter: none}}
 sft: {{steps: 0}}
 train: {{steps: 1}}
 eval: {{every: 0}}

@@ -1,7 +1,4 @@
-"""Directories of adapters, as Hugging Face's peft writes them: the base that one names, and where its tokenizer is.
-
-Knows no tensor.
-"""
+"""Directories of adapters, as Hugging Face's peft writes them: the base that one names, and where its tokenizer is."""
 
 from __future__ import annotations
 
