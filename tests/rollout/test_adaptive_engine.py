@@ -189,7 +189,7 @@ def test_the_payback_of_the_learned_drafter_is_the_time_its_best_arms_save_over_
     payback.progress(0, 8)
     for batch in (2, 4):
         payback.add((batch, 32), 100.0)
-    engine.payback[tiny_params()] = payback
+    engine.payback[DecodingParams(tiny.COLD)] = payback
     chunk = Decode(StateShape(0, 2, 32), 2)
     engine.programs.executables[chunk] = None
     monkeypatch.setattr(engine.programs.compile_costs, "of", lambda program: 4.0)
@@ -212,7 +212,3 @@ def test_the_payback_of_the_learned_drafter_is_the_time_its_best_arms_save_over_
     assert learned_drafter.payback(engine, {}, [0.5]) == (0.0, 0.0), (
         "no chunk's seconds were measured"
     )
-
-
-def tiny_params() -> DecodingParams:
-    return DecodingParams(tiny.COLD, (), None)

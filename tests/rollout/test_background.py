@@ -163,7 +163,7 @@ def test_what_has_not_begun_when_a_run_ends_is_dropped(threads):
 @pytest.mark.parametrize(
     "rollout",
     [
-        {"data": 1},
+        pytest.param({"data": 1}, marks=pytest.mark.matrix),
         {"data": 2, "slots": 3, "batch_buckets": [1, 3]},
         {"data": 2, "deterministic": True},
     ],

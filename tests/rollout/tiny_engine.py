@@ -168,5 +168,5 @@ def reference(setting: Sampling) -> tuple[list[tuple[int, list[int], str]], list
 PLAIN, COLD = Sampling(1.0), Sampling(0.6, 8, 1.0)
 NUCLEUS, GREEDY = Sampling(1.0, 0, 0.8), Sampling(0.0)
 LONG = replace(MODEL, num_layers=1, max_positions=224, eos_ids=(0,))
-LONG_LIMIT, LONG_STOPS = 200, ((7, 7),)
+LONG_LIMIT = 200
 LONG_PROMPTS = [np.random.default_rng(i).integers(1, 37, 9 + i % 8).tolist() for i in range(64)]
