@@ -489,7 +489,7 @@ def test_all_mistakes_of_all_files_are_reported_at_once(tmp_path):
         "bad.jsonl:4: empty prompt: fill in column 'prompt' or drop the row",
         "bad.jsonl:5: no answer: fill in column 'answer'",
         f"bad.jsonl:6: duplicate id ('1', first at {bad}:1): make data.id_column unique",
-        "bad.jsonl:7: not a JSON object (list)",
+        "bad.jsonl:7: not an object (list)",
         "bad.jsonl:8: no column 'prompt': set data.prompt_column to one of 'answer', 'id', 'question'",
         "bad.jsonl:9: column 'prompt' holds a int: use text",
         "bad.jsonl:9: column 'answer' holds a list",
@@ -705,7 +705,7 @@ def test_mistakes_of_lists_and_tables_name_the_place(tmp_path):
     message = failure(make_config(tmp_path))
     for part in (
         "cut.json: bad JSON (Expecting ',' delimiter: line 1 column 16 (char 15)): write a list",
-        "mixed.json:2: not a JSON object (int)",
+        "mixed.json:2: not an object (int)",
         "none.json: the file is empty",
         "long.csv:3: not as long as the header (3 values, and the header has 2 columns): quote",
         "open.csv:2: bad CSV (unexpected end of data): quote",

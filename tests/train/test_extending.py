@@ -215,7 +215,7 @@ MISTAKES = [
     ("--data.train", "absent:rows", "data.train 'absent:rows': module 'absent' cannot be imported (ModuleNotFoundError: "),
     ("--data.train", "wrong:no_list", "data.train 'wrong:no_list' gave a int: return or yield"),
     ("--data.train", "wrong:no_rows", "wrong:no_rows: the function yields no rows: yield one mapping per row"),
-    ("--data.train", "wrong:texts", "wrong:texts:1: not a dict (str): yield {column: value, ...}"),
+    ("--data.train", "wrong:texts", "wrong:texts:1: not an object (str): write {column: value, ...}"),
     ("--algorithm.loss", "wrong:one_argument", "is called as loss(rows: tlt_jax.data.packing.PackedRows, clip_low, clip_high)"),
     ("--algorithm.loss", "wrong:older", "takes other arguments (missing a required argument: 'clip_low'): the arrays that it"),
     ("--algorithm.loss", "wrong:branches", "JAX cannot trace or differentiate it: Attempted boolean conversion of traced"),

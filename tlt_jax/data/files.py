@@ -47,12 +47,10 @@ class Problems:
             return
 
         total = sum(len(texts) for texts in self.groups.values())
-        shown: list[str] = []
+        most, shown = SHOWN_PER_KIND if len(self.groups) > 1 else SHOWN, []
         for (place, what), texts in self.groups.items():
             found = [_spell(place, text, lines) for text, lines in texts.items()]
-            room = min(
-                SHOWN_PER_KIND if len(self.groups) > 1 else SHOWN, SHOWN - len(shown), len(found)
-            )
+            room = min(most, SHOWN - len(shown), len(found))
             shown += found[:room]
             if 0 < room < len(found):
                 shown[-1] += f" [and {len(found) - room} more: {what}]"
@@ -180,14 +178,14 @@ def _why(error: Exception) -> str:
 
 
 def _objects(rows: Iterable[tuple[int, Any]], problem: Callable[..., None]) -> Numbered:
-    """The rows that are JSON objects; records the others as problems."""
+    """The rows that are objects; records the others as problems."""
     kept = []
     for number, row in rows:
         if isinstance(row, dict):
             kept.append((number, row))
         else:
             fix = "write {column: value, ...}"
-            problem(number, "not a JSON object", fix, type(row).__name__)
+            problem(number, "not an object", fix, type(row).__name__)
     return kept
 
 
@@ -446,12 +444,7 @@ def _sources(
     rows = list(enumerate(found, 1))
     if not rows:
         problems.add(source, None, "the function yields no rows", "yield one mapping per row")
-    for line, row in rows:
-        if not isinstance(row, dict):
-            problems.add(
-                source, line, "not a dict", "yield {column: value, ...}", type(row).__name__
-            )
-    yield source, source, [(line, row) for line, row in rows if isinstance(row, dict)]
+    yield source, source, _objects(rows, partial(problems.add, source))
 
 
 def _check_column(

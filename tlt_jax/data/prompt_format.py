@@ -105,20 +105,20 @@ UNSUPPORTED = {
 }  # fmt: skip
 
 
-def of(config: Config) -> dict[str, Any]:
-    """The content of the file: knob -> value. Without chat template those that need one have no value."""
+def files(config: Config) -> dict[str, dict[str, Any]]:
+    """The content of the file, knob -> value, by its name, as models.hf.save wants it.
+
+    Without chat template those that need one have no value.
+    """
     values = parse.flatten(config)
     unused = () if config.data.chat_template else OF_TEMPLATE
-    return {name: type(values[name])() if name in unused else values[name] for name in KNOBS}
-
-
-def files(config: Config) -> dict[str, dict[str, Any]]:
-    """The file by name, as models.hf.save wants it."""
-    return {NAME: of(config)}
+    return {
+        NAME: {name: type(values[name])() if name in unused else values[name] for name in KNOBS}
+    }
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """What `of` gave for the run that made the model; empty for other models. Raises DataError."""
+    """The knobs of the run that made the model; empty for other models. Raises DataError."""
     return read_object(directory / NAME, of_run)
 
 
