@@ -160,36 +160,27 @@ class DrafterConfig:
         foreign = {name: getattr(self, name) for name in sorted(others) if getattr(self, name)}
         if self.layers.qkv_bias and "qwen2" not in kind.families:
             foreign["qkv_bias"] = True
-        if foreign:
-            named = ", ".join(f"{name} {value}" for name, value in foreign.items())
-            raise ValueError(f"{named}: not for a drafter of kind {self.kind}")
-        if kind.first_capture == NORMED:
-            if self.captures != (NORMED,):
-                raise ValueError(
-                    f"captures {self.captures}: {self.kind} reads the last normed hidden state, ({NORMED},)"
-                )
-        else:
-            rising = all(a < b for a, b in zip(self.captures, self.captures[1:], strict=False))
-            if not (self.captures and rising and self.captures[0] >= kind.first_capture):
-                raise ValueError(
-                    f"captures {self.captures}: {self.kind} reads hidden states of rising depth, from {kind.first_capture} on"
-                )
-        if not 0 < self.draft_vocab_size <= size:
-            raise ValueError(
-                f"draft_vocab_size {self.draft_vocab_size} is not within 1..{size}, the policy's"
-            )
-        if not (kind.can_reduce or self.has_full_vocab):
-            raise ValueError(
-                f"draft_vocab_size {self.draft_vocab_size}: {self.kind} proposes all {size} tokens"
-            )
-        if kind.is_block and self.block_size <= kind.skipped:
-            raise ValueError(
-                f"block_size {self.block_size}: a {self.kind} drafter needs at least {kind.skipped + 1}"
-            )
-        if kind.is_block and not 0 <= self.mask_token_id < size:
-            raise ValueError(
-                f"mask_token_id {self.mask_token_id} is not within 0..{size - 1}, the policy's"
-            )
+        named, read = ", ".join(f"{name} {value}" for name, value in foreign.items()), self.captures
+        rising = all(a < b for a, b in zip(read, read[1:], strict=False))
+        reads_normed, first = kind.first_capture == NORMED, kind.first_capture
+        rules = (
+            (foreign, f"{named}: not for a drafter of kind {self.kind}"),
+            (reads_normed and read != (NORMED,),
+             f"captures {read}: {self.kind} reads the last normed hidden state, ({NORMED},)"),
+            (not reads_normed and not (read and rising and read[0] >= first),
+             f"captures {read}: {self.kind} reads hidden states of rising depth, from {first} on"),
+            (not 0 < self.draft_vocab_size <= size,
+             f"draft_vocab_size {self.draft_vocab_size} is not within 1..{size}, the policy's"),
+            (not (kind.can_reduce or self.has_full_vocab),
+             f"draft_vocab_size {self.draft_vocab_size}: {self.kind} proposes all {size} tokens"),
+            (kind.is_block and self.block_size <= kind.skipped,
+             f"block_size {self.block_size}: a {self.kind} drafter needs at least {kind.skipped + 1}"),
+            (kind.is_block and not 0 <= self.mask_token_id < size,
+             f"mask_token_id {self.mask_token_id} is not within 0..{size - 1}, the policy's"),
+        )  # fmt: skip
+        for holds, message in rules:
+            if holds:
+                raise ValueError(message)
 
     @property
     def has_full_vocab(self) -> bool:

@@ -81,33 +81,31 @@ def from_hf_config(
         raise ModelError(f"config.json: {error}") from error
 
 
+def refuse(*rules: tuple[Any, str]) -> None:
+    """Raises ModelError with the message of the first rule that holds."""
+    for holds, message in rules:
+        if holds:
+            raise ModelError(message)
+
+
 def refuse_unsupported(raw: Mapping[str, Any]) -> None:
     """Raises ModelError for a feature that this code does not compute."""
-    kind = raw.get("model_type")
-    if kind not in ARCHITECTURES:
-        raise ModelError(f"model_type {kind!r} is not supported: use {', '.join(ARCHITECTURES)}")
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if raw.get(name):
-            raise ModelError(
-                f"{name} {raw[name]}: mixture of experts is not supported, use a dense model"
-            )
-    if raw.get("use_sliding_window"):
-        raise ModelError(
-            "use_sliding_window true: sliding-window attention is not supported, only full attention"
-        )
-    other = sorted(set(raw.get("layer_types") or []) - {"full_attention"})
-    if other:
-        raise ModelError(f"layer_types {', '.join(other)}: not supported, only full_attention")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
-    if raw.get("quantization_config"):
-        raise ModelError(
-            "quantization_config: quantized weights are not supported, use float32 or bfloat16 ones"
-        )
-    if raw.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-        raise ModelError(
-            f"partial_rotary_factor {raw['partial_rotary_factor']} is not supported, only 1.0"
-        )
+    kind, act = raw.get("model_type"), raw.get("hidden_act", "silu")
+    names = "num_experts", "num_local_experts", "n_routed_experts"
+    experts = ", ".join(f"{name} {raw[name]}" for name in names if raw.get(name))
+    factor = raw.get("partial_rotary_factor")
+    other = sorted({*(raw.get("layer_types") or [])} - {"full_attention"})
+    refuse(
+        (kind not in ARCHITECTURES, f"model_type {kind!r} is not supported: use {', '.join(ARCHITECTURES)}"),
+        (experts, f"{experts}: mixture of experts is not supported, use a dense model"),
+        (raw.get("use_sliding_window"),
+         "use_sliding_window true: sliding-window attention is not supported, only full attention"),
+        (other, f"layer_types {', '.join(other)}: not supported, only full_attention"),
+        (act != "silu", f"hidden_act {act!r} is not supported, only 'silu'"),
+        (raw.get("quantization_config"),
+         "quantization_config: quantized weights are not supported, use float32 or bfloat16 ones"),
+        (factor not in (None, 1.0), f"partial_rotary_factor {factor} is not supported, only 1.0"),
+    )  # fmt: skip
 
 
 def check_numbers(raw: Mapping[str, Any]) -> None:
@@ -127,26 +125,19 @@ def check_numbers(raw: Mapping[str, Any]) -> None:
 def read_rope(raw: Mapping[str, Any], max_positions: int) -> Rope:
     """The rotary embedding in either dialect: rope_theta + rope_scaling, or rope_parameters."""
     scaling = dict(raw.get("rope_parameters") or {}) | dict(raw.get("rope_scaling") or {})
-    if any(isinstance(value, Mapping) for value in scaling.values()):
-        raise ModelError(
-            f"rope_parameters per layer type ({', '.join(scaling)}) are not supported, only one for all"
-        )
-    kind = scaling.get("rope_type") or scaling.get("type")
+    per_layer = any(isinstance(value, Mapping) for value in scaling.values())
     unused = sorted(scaling.keys() - {"rope_theta", "partial_rotary_factor", "rope_type", "type"})
-    if unused and not kind:
-        raise ModelError(
-            f"rope_scaling with {', '.join(unused)} has no rope_type: add one of default, linear, llama3, yarn"
-        )
-    kind = kind or "default"
+    named = scaling.get("rope_type") or scaling.get("type")
+    kind, part = named or "default", scaling.get("partial_rotary_factor")
     theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ModelError(
-            f"rope type {kind!r} is not supported: use default, linear, llama3 or yarn"
-        )
-    if scaling.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-        raise ModelError(
-            f"partial_rotary_factor {scaling['partial_rotary_factor']} is not supported, only 1.0"
-        )
+    refuse(
+        (per_layer, f"rope_parameters per layer type ({', '.join(scaling)}) are not supported, only one for all"),
+        (unused and not named,
+         f"rope_scaling with {', '.join(unused)} has no rope_type: add one of default, linear, llama3, yarn"),
+        (kind not in ("default", "linear", "llama3", "yarn"),
+         f"rope type {kind!r} is not supported: use default, linear, llama3 or yarn"),
+        (part not in (None, 1.0), f"partial_rotary_factor {part} is not supported, only 1.0"),
+    )  # fmt: skip
     if kind == "default":
         return Rope(theta=float(theta))
     needed = {

@@ -29,7 +29,7 @@ from tlt_jax.errors import ModelError
 from tlt_jax.models import drafter as drafters, hf, hf_config
 from tlt_jax.models.architecture import NORMED, ModelConfig
 from tlt_jax.models.drafter import DrafterConfig, DrafterParams, check_ids, check_policy
-from tlt_jax.models.hf_config import from_hf_config, read_json, to_hf_config
+from tlt_jax.models.hf_config import from_hf_config, read_json, refuse, to_hf_config
 
 WEIGHTS = "model.safetensors"
 ACCEPTANCE = "acceptance.json"  # acceptance by depth; other engines do not read it
@@ -105,12 +105,12 @@ def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
 def refuse_unknown(raw: Mapping[str, Any], known: set[str]) -> None:
     """Raises ModelError for keys of a config.json that are neither known nor harmless, and for another width."""
     unknown = sorted(key for key in set(raw) - known - HARMLESS if raw[key] not in (None, False))
-    if unknown:
-        named = ", ".join(unknown)
-        raise ModelError(f"config.json names {named}: unknown here, and it may change the network")
-    if raw.get("target_hidden_size") not in (None, raw.get("hidden_size")):
-        wide = f"target_hidden_size {raw['target_hidden_size']} is not hidden_size {raw.get('hidden_size')}"
-        raise ModelError(f"{wide}: only drafters as wide as their policy are supported")
+    ours, theirs = raw.get("target_hidden_size"), raw.get("hidden_size")
+    refuse(
+        (unknown, f"config.json names {', '.join(unknown)}: unknown here, and it may change the network"),
+        (ours not in (None, theirs), f"target_hidden_size {ours} is not hidden_size {theirs}: only drafters as wide as their "
+         "policy are supported"),
+    )  # fmt: skip
 
 
 def read_eagle(raw: Mapping[str, Any], policy: ModelConfig, family: str) -> dict[str, Any]:
@@ -121,71 +121,56 @@ def read_eagle(raw: Mapping[str, Any], policy: ModelConfig, family: str) -> dict
 def read_eagle3(raw: Mapping[str, Any], policy: ModelConfig, family: str) -> dict[str, Any]:
     """`Format.read` of EAGLE-3."""
     named = level_fields(raw, ("attention_bias", "mlp_bias", "bias"))
-    if raw.get("tie_word_embeddings"):
-        raise ModelError("tie_word_embeddings true: an EAGLE-3 drafter needs an LM head of its own")
-    if not raw.get("draft_vocab_size"):
-        raise ModelError(
-            "draft_vocab_size is missing: an EAGLE-3 drafter that shares the policy's LM head is not supported"
-        )
+    refuse(
+        (raw.get("tie_word_embeddings"), "tie_word_embeddings true: an EAGLE-3 drafter needs an LM head of its own"),
+        (not raw.get("draft_vocab_size"),
+         "draft_vocab_size is missing: an EAGLE-3 drafter that shares the policy's LM head is not supported"),
+    )  # fmt: skip
     own = {"captures": read_captures(raw, policy), "draft_vocab_size": raw["draft_vocab_size"]}
     return named | own
 
 
 def level_fields(raw: Mapping[str, Any], biases: Sequence[str]) -> dict[str, Any]:
     """What EAGLE and EAGLE-3 have in common; of these biases they have none."""
-    if raw.get("num_hidden_layers") != 1:
-        raise ModelError(
-            f"num_hidden_layers {raw.get('num_hidden_layers')}: only drafters of one layer are supported"
-        )
-    if biased := [name for name in biases if raw.get(name)]:
-        raise ModelError(
-            f"{', '.join(biased)} true: not supported in a drafter of this architecture"
-        )
+    layers, biased = raw.get("num_hidden_layers"), [name for name in biases if raw.get(name)]
+    refuse(
+        (layers != 1, f"num_hidden_layers {layers}: only drafters of one layer are supported"),
+        (biased, f"{', '.join(biased)} true: not supported in a drafter of this architecture"),
+    )
     flags = {name: bool(raw.get(name)) for name in ("fc_norm", "norm_output")}
     return flags | {"captures": (NORMED,), "fc_bias": bool(raw.get("fc_bias") or raw.get("bias"))}
 
 
 def read_block(raw: Mapping[str, Any], policy: ModelConfig, family: str) -> dict[str, Any]:
     """`Format.read` of block drafters."""
-    if raw.get("model_type", "qwen3") != "qwen3":
-        raise ModelError(
-            f"model_type {raw['model_type']!r}: only block drafters with layers of qwen3 are supported"
-        )
-    if raw.get("attention_bias"):
-        raise ModelError("attention_bias true: not supported in a block drafter")
-    if raw.get("draft_vocab_size") not in (None, raw.get("vocab_size")):
-        raise ModelError(
-            f"draft_vocab_size {raw['draft_vocab_size']}: a block drafter with an LM head of its own is not supported"
-        )
-    if raw.get("num_target_layers") not in (None, policy.num_layers):
-        raise ModelError(
-            f"num_target_layers {raw['num_target_layers']} is not the policy's {policy.num_layers}: it was made for another "
-            "policy"
-        )
+    named, depth = raw.get("model_type", "qwen3"), raw.get("num_target_layers")
+    size = raw.get("draft_vocab_size")
+    refuse(
+        (named != "qwen3", f"model_type {named!r}: only block drafters with layers of qwen3 are supported"),
+        (raw.get("attention_bias"), "attention_bias true: not supported in a block drafter"),
+        (size not in (None, raw.get("vocab_size")),
+         f"draft_vocab_size {size}: a block drafter with an LM head of its own is not supported"),
+        (depth not in (None, policy.num_layers),
+         f"num_target_layers {depth} is not the policy's {policy.num_layers}: it was made for another policy"),
+    )  # fmt: skip
     nested = dict(raw.get("dflash_config") or {})
     mask, ids = (agreed(raw, nested, name) for name in ("mask_token_id", "target_layer_ids"))
     size = agreed(raw, nested, "block_size")
     causal = nested.pop("causal", None)
-    if unknown := sorted(name for name, value in nested.items() if value not in (None, False)):
-        raise ModelError(
-            f"dflash_config names {', '.join(unknown)}: unknown here, and it may change the network"
-        )
+    unknown = sorted(name for name, value in nested.items() if value not in (None, False))
+    names = f"dflash_config names {', '.join(unknown)}"
+    refuse((unknown, f"{names}: unknown here, and it may change the network"))
     check_layer_ids("target_layer_ids", ids)
-    counts = raw.get(LAYER_IDS)
-    if counts is not None and counts != [one + 1 for one in ids]:
-        raise ModelError(
-            f"{LAYER_IDS} {counts}, but target_layer_ids {ids}, which count from 0: keep the right ones"
-        )
+    counts, of_head = raw.get(LAYER_IDS), raw.get("markov_head_type", "vanilla")
     rank, sure = raw.get("markov_rank") or 0, bool(raw.get("enable_confidence_head"))
-    if rank and raw.get("markov_head_type", "vanilla") != "vanilla":
-        raise ModelError(
-            f"markov_head_type {raw['markov_head_type']!r} is not supported, only 'vanilla'"
-        )
-    if sure and bool(raw.get("confidence_head_with_markov")) != bool(rank):
-        raise ModelError(
-            f"confidence_head_with_markov {raw.get('confidence_head_with_markov')} with markov_rank {rank}: only a confidence "
-            "head that reads the Markov head, if there is one, is supported"
-        )
+    reads = raw.get("confidence_head_with_markov")
+    refuse(
+        (counts not in (None, [one + 1 for one in ids]),
+         f"{LAYER_IDS} {counts}, but target_layer_ids {ids}, which count from 0: keep the right ones"),
+        (rank and of_head != "vanilla", f"markov_head_type {of_head!r} is not supported, only 'vanilla'"),
+        (sure and bool(reads) != bool(rank), f"confidence_head_with_markov {reads} with markov_rank {rank}: only a confidence "
+         "head that reads the Markov head, if there is one, is supported"),
+    )  # fmt: skip
     return {
         "captures": tuple(one + 1 for one in ids), "block_size": size, "mask_token_id": mask, "causal": bool(causal),
         "markov_rank": rank, "confidence": sure,
