@@ -251,17 +251,13 @@ def test_layers_by_kernels_equal_those_of_xla():
 @pytest.mark.parametrize(
     ("product", "runs"),
     [
-        (
-            Product(GATED, 2 * 18944, 3584, 1, 2),
-            False,
-        ),  # a 7B policy: XLA reads large matrices well
+        # Of a 7B policy: XLA reads large matrices well.
+        (Product(GATED, 2 * 18944, 3584, 1, 2), False),
         (Product(HEADS, 1152, 896, 64, 2), True),
         (Product(HEADS, 1152, 896, 65, 2), False),
         (Product(HEADS, 1152, 896, 17, 4), False),  # float32
-        (
-            Product(ADDED, 896, 4864, 64, 2),
-            False,
-        ),  # every program would read all tokens of a wide reduction
+        # Every program would read all tokens of a wide reduction.
+        (Product(ADDED, 896, 4864, 64, 2), False),
         (Product(ADDED, 896, 4864, 64, 2, can_split=True), True),
     ],
 )

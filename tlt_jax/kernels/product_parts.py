@@ -22,9 +22,8 @@ from tlt_jax.shapes import shaped
 # Small matrices XLA splits into more and narrower parts than `splits`, and would split ours again.
 LEAST_MATRIX = MOST_MATRIX
 MOST_TOKENS = 256  # XLA splits the products of a 7B policy up to there, into as many parts or more
-BUSY = (
-    396  # programs that keep a large GPU busy: three for each of the 132 multiprocessors of an H200
-)
+# Programs that keep a large GPU busy: three for each of the 132 multiprocessors of an H200.
+BUSY = 396
 TILE = 64  # rows of the matrix, and tokens, of a program of XLA's product, which is assumed
 MOST_SPLITS = 8
 LEAST_WIDTH, LARGE_WIDTH = 512, 8192  # of the reduction of a part; XLA splits a wider one again
@@ -51,9 +50,8 @@ def heads(
     """
     if not runs(PART_HEADS, x, sum(one.size for one in matrices), fused):
         return None
-    matrix = jnp.concatenate(
-        [one.reshape(-1, len(x)) for one in matrices]
-    )  # XLA reads each in its place
+    # XLA reads each in its place.
+    matrix = jnp.concatenate([one.reshape(-1, len(x)) for one in matrices])
     parts, cos, (K, G, E), T = product(x, matrix), angles[0].T, shape, x.shape[1]
     B, N, dtype = batch, T // batch, x.dtype
     bias = cos if biases[0] is None else jnp.concatenate([one.reshape(-1) for one in biases])

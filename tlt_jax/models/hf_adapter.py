@@ -43,16 +43,10 @@ READ = (
     "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size",
     "runtime_config", "ensure_weight_tying",
 )  # fmt: skip
-STARTS = (
-    True,
-    False,
-    "gaussian",
-    "eva",
-    "orthogonal",
-)  # values that leave the base's weights alone
-NAME = re.compile(
-    r"base_model\.model\.model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+)\.lora_A\.weight"
-)
+# Values of init_lora_weights that leave the base's weights alone.
+STARTS = (True, False, "gaussian", "eva", "orthogonal")
+LAYER = r"base_model\.model\.model\.layers\.\d+\."
+NAME = re.compile(LAYER + r"(?:self_attn|mlp)\.(\w+)\.lora_A\.weight")
 
 
 def read_lora(directory: Path) -> Lora:

@@ -173,9 +173,8 @@ def kv_by_node(
     k: Float[Array, "K E BM"], v: Float[Array, "K E BM"], batch: int
 ) -> tuple[Float[Array, "B K E M"], Float[Array, "B K M E"]]:
     """Keys and values of the nodes of B trees, from features first to the layout of tree_attention.attend."""
-    kv = jnp.stack(
-        [k, v], axis=1
-    )  # XLA would transpose a single product back, and lose the speed of axis 0
+    # XLA would transpose a single product back, and lose the speed of axis 0.
+    kv = jnp.stack([k, v], axis=1)
     kv = jnp.moveaxis(kv.reshape(*kv.shape[:3], batch, kv.shape[-1] // batch), 3, 0)
     return kv[:, :, 0], jnp.swapaxes(kv[:, :, 1], 2, 3)
 

@@ -30,9 +30,7 @@ class Weight:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     init: str = "normal"
-    num_rows: int | None = (
-        None  # rows from here on are padding and start as zeros; None: no padding
-    )
+    num_rows: int | None = None  # later rows are padding and start as zeros; None: no padding
 
     def dtype(self, dtype: DTypeLike) -> DTypeLike:
         """Its dtype in a network of this dtype."""

@@ -166,9 +166,8 @@ def score(
     Reduces over V only, so V may be sharded. Without `entropy_learns` the entropy has no gradient.
     """
     if temperature not in (0, 1):
-        logits = jnp.maximum(
-            logits / temperature, jnp.finfo(logits.dtype).min
-        )  # padding stays finite
+        # Padding stays finite.
+        logits = jnp.maximum(logits / temperature, jnp.finfo(logits.dtype).min)
     shifted = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     total = jnp.sum(jnp.exp(shifted), axis=-1)
     ids = jax.lax.broadcasted_iota(targets.dtype, shifted.shape, shifted.ndim - 1)
