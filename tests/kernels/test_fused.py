@@ -74,10 +74,3 @@ def test_a_gpu_that_does_not_run_them_logs_once_why(
             del installed[package]
     assert [fused.capability(gpu(capability)) for _ in range(2)] == [None, None]
     assert len(caplog.records) == 1 and message in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("text", "numbers"), [("0.12.0.1", (0, 12, 0)), ("3.8.0.dev1", (3, 8, 0)), ("4", (4,))]
-)
-def test_versions_are_compared_by_their_leading_numbers(text, numbers):
-    assert fused.numbers(text) == numbers

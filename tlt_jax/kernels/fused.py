@@ -123,15 +123,10 @@ def without(compute_capability: str) -> str | None:
             found = version(package)
         except PackageNotFoundError:
             return f"{package} {needed} or newer is not installed: {INSTALL}"
-        if numbers(found) < oldest:
+        parts = found.split("+")[0].split(".")[:3]  # (0, 12, 0) of 0.12.0.dev1
+        if tuple(int(part) for part in parts if part.isdecimal()) < oldest:
             return f"{package} is {found}, they need {needed} or newer: {INSTALL}"
     return None
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (0, 12, 0) of 0.12.0.dev1."""
-    parts = version.split("+")[0].split(".")
-    return tuple(int(part) for part in parts[:3] if part.isdecimal())
 
 
 @cache
