@@ -118,7 +118,9 @@ def test_a_block_sees_its_segment_before_its_anchor_and_itself(case, block, x64)
     assert np.isfinite(found).all()
 
 
-@pytest.mark.parametrize("case", ["dspark", "dflash_causal"])
+@pytest.mark.parametrize(
+    "case", ["dspark", pytest.param("dflash_causal", marks=pytest.mark.matrix)]
+)
 def test_gradients_do_not_depend_on_the_chunks(case, x64):
     config, shared = cases.config(case), cases.shared()
     tokens, features = cases.line(case, 2, 13)
