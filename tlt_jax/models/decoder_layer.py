@@ -163,8 +163,9 @@ def gated(layer: Layer | JoinedLayer, y: Float[Array, "*A D"], axis: int) -> Flo
     more large array, and it saves no time.
     """
     if isinstance(layer, Layer):
-        gate = remats.named(ops.project(y, layer.gate, layer.gate_bias, axis), remats.MLP)
-        up = remats.named(ops.project(y, layer.up, layer.up_bias, axis), remats.MLP)
+        gate = ops.project(y, layer.gate, layer.gate_bias, axis)
+        up = ops.project(y, layer.up, layer.up_bias, axis)
+        gate, up = remats.named(gate, remats.MLP), remats.named(up, remats.MLP)
     elif axis == 0:
         gate, up = ops.project(y, layer.gate_up, layer.gate_up_bias, axis)
     else:

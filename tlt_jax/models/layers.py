@@ -111,8 +111,8 @@ def rms_norm(
     """x at unit root mean square over `axis`, times weight."""
     wide = x.astype(widen(x.dtype))
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=axis, keepdims=True) + eps)
-    weight = jnp.expand_dims(weight, [i for i in range(x.ndim) if i != axis % x.ndim])
-    return (wide * scale).astype(x.dtype) * weight
+    others = [i for i in range(x.ndim) if i != axis % x.ndim]
+    return (wide * scale).astype(x.dtype) * jnp.expand_dims(weight, others)
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> Float[np.ndarray, " half"]:
