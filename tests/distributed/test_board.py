@@ -27,7 +27,7 @@ from tlt_jax.distributed.board import (
     LocalBoard,
     ServiceBoard,
 )
-from tlt_jax.distributed.job import Job, Place
+from tlt_jax.distributed.job import Job, ProcessPlace
 from tlt_jax.distributed.watch import BEAT_S, Watch
 from tlt_jax.errors import ConfigError
 from tlt_jax.rollout.scheduler.queue import WorkQueue
@@ -319,7 +319,7 @@ NAMED = {jobs.ADDRESS: "host:1", jobs.COUNT: "4", jobs.INDEX: "3"}
 
 
 @pytest.mark.parametrize("changes, expected", [
-    ({}, Place("host:1", 4, 3)),
+    ({}, ProcessPlace("host:1", 4, 3)),
     (dict.fromkeys(NAMED, ""), None),
     ({jobs.COUNT: "", jobs.INDEX: ""}, None),  # an address alone is for detected clusters
     ({jobs.COUNT: ""}, "but not JAX_NUM_PROCESSES: set all three"),
@@ -353,7 +353,7 @@ def test_slurm_is_detected_and_a_single_process_of_a_machine_gets_all_devices(mo
     for tasks, local in (("1(x2)", None), ("2", 0)):
         monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
         monkeypatch.setenv("SLURM_NODEID", "0")
-        assert jobs.detected() == Place(address, 2, 1, local)
+        assert jobs.detected() == ProcessPlace(address, 2, 1, local)
     monkeypatch.setenv("SLURM_NTASKS", "1")
     assert jobs.detected() is None, "one process is no job"
 

@@ -13,7 +13,7 @@ from tlt_jax.errors import DataError
 from tlt_jax.models import drafter as drafters, hf_config
 from tlt_jax.rollout.executables.programs import CatchUp, StateShape
 from tlt_jax.simulate import cost_table, estimate
-from tlt_jax.simulate.cost_table import CostTable, Row
+from tlt_jax.simulate.cost_table import CostRow, CostTable
 from tlt_jax.simulate.estimate import DEVICES, Estimate, Sizes
 from tlt_jax.simulate.simulator import noiseless_seconds
 from tlt_jax.spec_decode.strategy import LEARNED, PLAIN, Strategy, parse
@@ -82,7 +82,9 @@ def law(batch, strategy, read):
 def test_missing_rounds_follow_the_law_of_the_measured_ones(held):
     """Of 30 rounds every third is left out, and predicted from the others: within 5 %."""
     rows = [
-        Row("round", law(batch, arm, held or slots), "measured", batch, slots, held, arm, "eagle3")
+        CostRow(
+            "round", law(batch, arm, held or slots), "measured", batch, slots, held, arm, "eagle3"
+        )
         for batch in (1, 8, 64)
         for slots in (1024, 4096)
         for arm in (PLAIN, *ARMS)
@@ -99,7 +101,7 @@ def test_missing_rounds_follow_the_law_of_the_measured_ones(held):
 
 def test_calls_are_linear_in_their_tokens_and_scaled_by_the_nearest_row():
     measured = ((0.5 + tokens / 1e4, tokens) for tokens in (1e3, 1e4, 1e5))
-    rows = [Row("update", seconds, "measured", tokens=tokens) for seconds, tokens in measured]
+    rows = [CostRow("update", seconds, "measured", tokens=tokens) for seconds, tokens in measured]
     table = CostTable(tuple(rows))
     assert table.seconds("update", 3e4) == pytest.approx(3.5, rel=0.1)
     assert table.seconds("update", 1e5) == pytest.approx(10.5, rel=1e-6)
@@ -167,11 +169,11 @@ def test_the_factor_of_an_estimate_is_that_of_the_measured_table_and_carries_ove
     there = Estimate(Sizes.of(MODEL, DRAFTER), DEVICES["h200"])
     cells = [(batch, arm) for batch in (1, 8, 64) for arm in (PLAIN, Strategy(6, 4, 16, "learned"))]
     rows = [
-        Row("round", 1.3 * there.round_seconds(*cell, 2048.0), "measured", cell[0], 4096, 2048.0, cell[1])
+        CostRow("round", 1.3 * there.round_seconds(*cell, 2048.0), "measured", cell[0], 4096, 2048.0, cell[1])
         for cell in cells
     ]  # fmt: skip
     update = there.update_seconds(1e4, there.sizes.read) / 0.4
-    rows.append(Row("update", update, "measured", tokens=1e4))
+    rows.append(CostRow("update", update, "measured", tokens=1e4))
     sizes = " ".join(f"{name} {getattr(there.sizes, name)}" for name in SIZES)
     measured = CostTable(tuple(rows), {"device": "h200", "devices": "1", "sizes": sizes})
     assert estimate.factor(measured, there) == pytest.approx((1.3, 0.0))
@@ -200,11 +202,11 @@ def test_with_attention_apart_rounds_of_longer_answers_follow_the_round_law():
     """Measured with 2,048 tokens a row, predicted with 16,384: within 10 %; without the rows of attention up to twice off."""
     arms = [PLAIN, parse("4_2_8"), parse("8_4_48")]
     rounds = [
-        Row("round", round_law(batch, arm, 2048.0), "measured", batch, 4096, 2048.0, arm, "eagle3" if arm.depth else "")
+        CostRow("round", round_law(batch, arm, 2048.0), "measured", batch, 4096, 2048.0, arm, "eagle3" if arm.depth else "")
         for batch in (1, 8, 32) for arm in arms
     ]  # fmt: skip
     apart = [
-        Row("attention", 1e-4 + batch * 2048 * (5e-9 + 2e-9 * arm.nodes), "measured", batch, 4096, 2048.0, arm)
+        CostRow("attention", 1e-4 + batch * 2048 * (5e-9 + 2e-9 * arm.nodes), "measured", batch, 4096, 2048.0, arm)
         for batch in (1, 8, 32) for arm in arms
     ]  # fmt: skip
     tables = CostTable((*rounds, *apart)), CostTable(tuple(rounds))

@@ -14,7 +14,7 @@ from tlt_jax.data import packing
 from tlt_jax.errors import ConfigError
 from tlt_jax.simulate import acceptance, cost_table, lengths, record
 from tlt_jax.simulate.acceptance import Acceptances, Curve
-from tlt_jax.simulate.cost_table import CostTable, Row, normal
+from tlt_jax.simulate.cost_table import CostRow, CostTable, normal
 from tlt_jax.simulate.lengths import LogNormal
 from tlt_jax.simulate.run import SimulatedTrainer, World, simulate
 from tlt_jax.spec_decode.strategy import NGRAM, PLAIN, parse
@@ -43,14 +43,14 @@ def seconds_of(batch, strategy):
 def table(config):
     """The costs of the made-up device: rounds of both batches, updates of 1 to 20 accumulation steps, and calls."""
     rows = [
-        Row("round", seconds_of(batch, arm), "measured", batch, 512, 0.0, arm, "" if arm == PLAIN else NGRAM)
+        CostRow("round", seconds_of(batch, arm), "measured", batch, 512, 0.0, arm, "" if arm == PLAIN else NGRAM)
         for batch in (2, 8)
         for arm in (PLAIN, TREE)
     ]  # fmt: skip
     held = packing.step_tokens(config) / config.mesh.data
-    rows += [Row("update", 0.1 + 0.2 * count, "measured", tokens=count * held) for count in range(1, 20)]  # fmt: skip
+    rows += [CostRow("update", 0.1 + 0.2 * count, "measured", tokens=count * held) for count in range(1, 20)]  # fmt: skip
     calls = {"publish": 0.125, "reward": 0.25, "other": 0.0625, "compile": COMPILE_S}
-    return CostTable((*rows, *(Row(name, each, "measured") for name, each in calls.items())))
+    return CostTable((*rows, *(CostRow(name, each, "measured") for name, each in calls.items())))
 
 
 @pytest.fixture(scope="module")

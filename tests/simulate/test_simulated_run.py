@@ -15,7 +15,7 @@ from tlt_jax.rollout import engine
 from tlt_jax.rollout.executables.programs import Decode, StateShape
 from tlt_jax.simulate import acceptance, lengths, run
 from tlt_jax.simulate.acceptance import Acceptances, Curve
-from tlt_jax.simulate.cost_table import CostTable, Row
+from tlt_jax.simulate.cost_table import CostRow, CostTable
 from tlt_jax.simulate.lengths import Drawn, LogNormal
 from tlt_jax.simulate.run import SimulatedTrainer, World
 from tlt_jax.spec_decode.strategy import LEARNED, PLAIN, parse
@@ -38,15 +38,15 @@ def table(drafted=1.2, rows=(1, 4, 32), held=0.0):
     """Rounds of 10 ms and more; a round of a tree takes `drafted` times as long."""
     rounds = []
     for batch in rows:
-        plain = Row("round", 0.01 + 2e-5 * batch, "measured", batch, 1024, held)
+        plain = CostRow("round", 0.01 + 2e-5 * batch, "measured", batch, 1024, held)
         rounds.append(plain)
         for arm in (TREE, parse("1_1_2")):
             seconds = drafted * plain.seconds
             rounds.append(plain._replace(seconds=seconds, strategy=arm, drafter="eagle3"))
-    calls = [Row(name, seconds, "measured") for name, seconds in FIXED.items()]
+    calls = [CostRow(name, seconds, "measured") for name, seconds in FIXED.items()]
     for name in ("update", "drafter_update", "micro_step"):
-        calls.append(Row(name, 1.0, "measured", tokens=1e4))
-    return CostTable((*rounds, *calls, Row("compile", 0.5, "measured")))
+        calls.append(CostRow(name, 1.0, "measured", tokens=1e4))
+    return CostTable((*rounds, *calls, CostRow("compile", 0.5, "measured")))
 
 
 class Given:
@@ -112,7 +112,9 @@ def test_the_host_delays_a_rollout_and_every_program_on_an_idle_device():
     """One row, one chunk at a time in flight would wait for each; of two in flight only the first waits."""
     config = configuration(prompts=1, samples=1, slots=1)
     costs = table(rows=(1,))
-    delayed = CostTable((*costs.rows, Row("begin", 0.5, "measured"), Row("host", 0.03, "measured")))
+    delayed = CostTable(
+        (*costs.rows, CostRow("begin", 0.5, "measured"), CostRow("host", 0.03, "measured"))
+    )
     given = [world(one, Given(500), steps=1) for one in (costs, delayed)]
     first, second = (steps_of("plain", one, config)[0] for one in given)
     apart = second.seconds["rollout"] - first.seconds["rollout"]
@@ -137,7 +139,7 @@ def test_drafting_that_costs_nothing_is_as_many_times_faster_as_its_accept_lengt
     config = configuration(prompts=1, samples=1, max_new_tokens=8000, slots=1)
     config = replace(config, speculation=Speculation(tuner="fixed", strategies=["3_1_4"]))
     given = world(table(drafted=1.0, rows=(1,)), Given(6000), steps=1, accepted=accepted)
-    costs = [Row("round", 0.01, "measured", 1, 1024, 0.0, arm) for arm in (PLAIN, TREE)]
+    costs = [CostRow("round", 0.01, "measured", 1, 1024, 0.0, arm) for arm in (PLAIN, TREE)]
     given = replace(given, table=CostTable(tuple(costs)))
     (plain,), (drafted,) = steps_of("plain", given, config), steps_of("frozen", given, config)
     chain = np.cumprod([*levels, *levels[-1:] * 3][:3])
@@ -287,7 +289,7 @@ def test_a_run_that_starts_from_a_drafter_knows_what_it_accepts(start):
 @pytest.mark.parametrize("drafter", ["", "learned", "ngram", "merged"])
 def test_compiling_a_chunk_that_drafts_takes_as_long_as_its_row_says(drafter):
     costs = table()
-    rows = (*costs.rows, Row("compile", 7.0, "measured", strategy=TREE))
+    rows = (*costs.rows, CostRow("compile", 7.0, "measured", strategy=TREE))
     costs = replace(costs, rows=rows, facts={"device": "cpu"})
     programs = programs_of("adaptive", world(costs, compiles=True))
     chunk = Decode(StateShape(0, 4, 1024), 16, replace(TREE, drafter=drafter))

@@ -41,7 +41,7 @@ class Spelled(int):
     text: str
 
 
-class Loader(yaml.SafeLoader):
+class YamlLoader(yaml.SafeLoader):
     """A safe YAML 1.1 loader that reads integers with underscores as Spelled."""
 
     def spelled(self, node: yaml.ScalarNode) -> int:
@@ -50,7 +50,7 @@ class Loader(yaml.SafeLoader):
         return number if "_" in node.value else int(number)
 
 
-Loader.add_constructor("tag:yaml.org,2002:int", Loader.spelled)
+YamlLoader.add_constructor("tag:yaml.org,2002:int", YamlLoader.spelled)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def parsed(text: str, place: str, invalid: str) -> Any:
     """The value of a YAML text. Raises ConfigError with `place` for a duplicate key, with `invalid` for what is no YAML."""
     try:
         refuse_duplicates(yaml.compose(text), place)
-        return yaml.load(text, Loader)
+        return yaml.load(text, YamlLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""

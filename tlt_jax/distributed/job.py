@@ -40,7 +40,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Place(NamedTuple):
+class ProcessPlace(NamedTuple):
     """The place of a process in its job; `local`: the only device of its machine that it may use (None: all)."""
 
     address: str
@@ -253,7 +253,7 @@ def service() -> Any:
     return global_state.client
 
 
-def named(environment: Mapping[str, str]) -> Place | None:
+def named(environment: Mapping[str, str]) -> ProcessPlace | None:
     """The place that the environment names, or None. Raises ConfigError when only some variables are set."""
     found = {name: environment.get(name, "") for name in (ADDRESS, COUNT, INDEX)}
     if not (found[COUNT] or found[INDEX]):
@@ -272,10 +272,10 @@ def named(environment: Mapping[str, str]) -> Place | None:
         raise ConfigError(
             f"{INDEX} {index} is not below {COUNT} {count}: processes are numbered from 0"
         )
-    return Place(found[ADDRESS], count, index)
+    return ProcessPlace(found[ADDRESS], count, index)
 
 
-def detected() -> Place | None:
+def detected() -> ProcessPlace | None:
     """The place that JAX detects under Slurm, Open MPI, Kubernetes or Cloud TPU, or None.
 
     Of several processes on a machine, each gets one device; a single process gets all devices, where
@@ -291,7 +291,7 @@ def detected() -> Place | None:
         None, None, None, None, None, START_S
     )
     is_alone = processes_of_this_machine(os.environ) == 1
-    return Place(where, count, index, None if is_alone or not local else local[0])
+    return ProcessPlace(where, count, index, None if is_alone or not local else local[0])
 
 
 def processes_of_this_machine(environment: Mapping[str, str]) -> int | None:

@@ -61,7 +61,7 @@ DRAFTERS = ("ngram", "eagle", "eagle3", "dflash", "dspark")
 NODE, LAUNCH = 0.1, 0.2
 
 
-class Row(NamedTuple):
+class CostRow(NamedTuple):
     """A row of the table; numbers that its program does not have are 0. `held`: 0 when all slots are read."""
 
     program: str
@@ -99,12 +99,12 @@ class CostTable:
     `one_pass`: the draft of a block drafter, which runs once a round.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[CostRow, ...]
     facts: Mapping[str, str] = field(default_factory=dict)
     node: float = 1 / 200
     one_pass: cost_model.OnePass | None = None
 
-    def of(self, program: str) -> list[Row]:
+    def of(self, program: str) -> list[CostRow]:
         """The rows of a program."""
         return [row for row in self.rows if row.program == program]
 
@@ -267,7 +267,7 @@ def read(path: Path, drafter: str = "") -> CostTable:
     return table
 
 
-def parse_row(path: Path, number: int, entry: Mapping[str, str | None]) -> Row:
+def parse_row(path: Path, number: int, entry: Mapping[str, str | None]) -> CostRow:
     """A row from its texts. Raises DataError."""
     where = f"{path}, row {number}"
     program, source, drafter = (entry.get(one) or "" for one in ("program", "source", "drafter"))
@@ -291,7 +291,7 @@ def parse_row(path: Path, number: int, entry: Mapping[str, str | None]) -> Row:
         strategy = parse(entry.get("strategy") or "off")
     except ValueError as error:
         raise DataError(f"{where}: {error}") from error
-    return Row(
+    return CostRow(
         program, number_of["seconds"], source, int(number_of["rows"]), int(number_of["slots"]),
         number_of["held"], strategy, drafter, number_of["tokens"], entry.get("note") or "",
     )  # fmt: skip
@@ -310,7 +310,7 @@ def positive(where: str, column: str, text: str | None) -> float:
     return number
 
 
-def text_of(rows: Sequence[Row], facts: Mapping[str, str]) -> str:
+def text_of(rows: Sequence[CostRow], facts: Mapping[str, str]) -> str:
     """The table as text, which `read` reads back."""
     lines = [f"# {name}: {value}" for name, value in facts.items()]
     lines += [UNITS.rstrip("\n"), ",".join(COLUMNS)]

@@ -19,7 +19,7 @@ from tlt_jax.errors import ConfigError
 from tlt_jax.models import architecture, drafter as drafters
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.drafter import DrafterConfig
-from tlt_jax.simulate.cost_table import ESTIMATE, MEASURED, CostTable, Row, normal
+from tlt_jax.simulate.cost_table import ESTIMATE, MEASURED, CostRow, CostTable, normal
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.tuner.cost_model import OnePass
 
@@ -170,14 +170,14 @@ def factor(measured: CostTable, estimate: Estimate) -> tuple[float, float]:
     return float(np.median(found)), float(np.std(np.log(found)))
 
 
-def estimated_rows(estimate: Estimate, efficiency: float) -> list[Row]:
+def estimated_rows(estimate: Estimate, efficiency: float) -> list[CostRow]:
     """Rows of what is no round: updates at `efficiency` of the peak, micro-steps, publishing."""
     sizes, tokens = estimate.sizes, 16384
     drafter = sizes.level * (sizes.one_pass.layers if sizes.one_pass else UNROLL)
 
-    def row(program: str, weights: int, note: str) -> Row:
+    def row(program: str, weights: int, note: str) -> CostRow:
         seconds = estimate.update_seconds(tokens, weights) / efficiency
-        return Row(program, seconds, ESTIMATE, tokens=tokens, note=note)
+        return CostRow(program, seconds, ESTIMATE, tokens=tokens, note=note)
 
     share = f"FLOP at {efficiency:.2f} of the peak"
     rows = [row("update", sizes.read, share)]
@@ -189,7 +189,7 @@ def estimated_rows(estimate: Estimate, efficiency: float) -> list[Row]:
         rows.append(row("micro_step", drafter, f"{share}; a data group's, on kept features"))
     # The policy's weights come from the other hosts to each data group.
     published = BYTES * sizes.read / (LITERATURE_LINK * estimate.devices)
-    return [*rows, Row("publish", published, ESTIMATE, note="bytes over 400 Gb/s a device")]
+    return [*rows, CostRow("publish", published, ESTIMATE, note="bytes over 400 Gb/s a device")]
 
 
 def table(

@@ -43,7 +43,7 @@ class SimulatedDrafter:
 
 
 @dataclass
-class Piece:
+class MicroSteps:
     """`count` micro-steps of a program that run one after the other from `start` on, each for `each` seconds.
 
     Once the rollout is over they end after the micro-step that runs.
@@ -98,16 +98,16 @@ class SimulatedCopies:
         return SimulatedDrafter()
 
     def merged(
-        self, copies: Mapping[int, SimulatedDrafter | Piece], tokens: Sequence[int]
+        self, copies: Mapping[int, SimulatedDrafter | MicroSteps], tokens: Sequence[int]
     ) -> SimulatedDrafter:
         states = [settled(copies[group]) for group in range(self.groups)]
         learned = np.average([one.learned for one in states], weights=tokens)
         return SimulatedDrafter(max(one.step for one in states), float(learned))
 
 
-def settled(state: SimulatedDrafter | Piece) -> SimulatedDrafter:
+def settled(state: SimulatedDrafter | MicroSteps) -> SimulatedDrafter:
     """A copy's drafter after its last piece."""
-    return state.after if isinstance(state, Piece) else state
+    return state.after if isinstance(state, MicroSteps) else state
 
 
 # A group's windows of finished answers, in the place of drafter.replay.Replay: there are always some. None is copied out of
@@ -155,11 +155,11 @@ class SimulatedLearning(DrafterLearning):
     def micro_step(
         self,
         program: MicroStep,
-        copy: SimulatedDrafter | Piece,
+        copy: SimulatedDrafter | MicroSteps,
         policy: Any,
         batch: Any,
         learns: Any,
-    ) -> tuple[Piece, dict[str, Any]]:
+    ) -> tuple[MicroSteps, dict[str, Any]]:
         """Dispatches a micro-step or, while the rollout goes on, several together: as IdleTraining runs its programs."""
         before, programs, count = settled(copy), self.engine.programs, 1
         each = programs.table.seconds("micro_step", program.tokens)
@@ -169,7 +169,7 @@ class SimulatedLearning(DrafterLearning):
         marker = programs.occupy(program.group, free, count * each)
         start = marker.at - count * each
         learns = bool(learns)
-        piece = Piece(self.engine, program, before, marker, start, each, count, learns)
+        piece = MicroSteps(self.engine, program, before, marker, start, each, count, learns)
         if count > 1:  # its seconds say nothing about those of a micro-step
             programs.ran.discard(program)
         levels = {

@@ -19,7 +19,7 @@ from tlt_jax.data import packing
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.metrics import timeline
 from tlt_jax.metrics.run import Run, open_run
-from tlt_jax.simulate.cost_table import CAPTURED, CPU, DRAFTERS, FEATURES, MEASURED, Row, normal
+from tlt_jax.simulate.cost_table import CAPTURED, CPU, DRAFTERS, FEATURES, MEASURED, CostRow, normal
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, PLAIN, Strategy
 
@@ -34,7 +34,7 @@ CALLS = {
 }  # fmt: skip
 
 
-def of_runs(folders: Sequence[Path]) -> tuple[list[Row], dict[str, str]]:
+def of_runs(folders: Sequence[Path]) -> tuple[list[CostRow], dict[str, str]]:
     """The rows of runs of the same policy and devices, and the facts of the table's head.
 
     Raises ConfigError for a run without steps, runs on different devices, and when no run kept plain chunks.
@@ -84,7 +84,7 @@ def captures_features(folder: Path, config: Config) -> bool:
     )
 
 
-def rounds(folder: Path, config: Config) -> Iterator[Row]:
+def rounds(folder: Path, config: Config) -> Iterator[CostRow]:
     """The median seconds of a round of every shape and strategy, of chunks that were timed."""
     found: dict[tuple[int, int, Strategy], list[float]] = defaultdict(list)
     for path in sorted(folder.glob("speculation/*.jsonl")):
@@ -97,7 +97,7 @@ def rounds(folder: Path, config: Config) -> Iterator[Row]:
         rows, slots, strategy = cell
         seconds, note = float(np.median(found[cell])), f"median of {len(found[cell])} chunks"
         drafter, bare = drafter_of(strategy, config), replace(strategy, drafter="")
-        yield Row("round", seconds, MEASURED, rows, slots, 0.0, bare, drafter, note=note)
+        yield CostRow("round", seconds, MEASURED, rows, slots, 0.0, bare, drafter, note=note)
 
 
 def chunk(path: Path, number: int, line: bytes) -> Mapping:
@@ -119,7 +119,7 @@ def drafter_of(strategy: Strategy, config: Config) -> str:
     return kind if kind in DRAFTERS else "eagle3"
 
 
-def calls(run: Run, config: Config) -> Iterator[Row]:
+def calls(run: Run, config: Config) -> Iterator[CostRow]:
     """The median seconds of the other parts of a step."""
     steps = run.metrics.get("timing_s/step")
     if steps is None:
@@ -127,13 +127,15 @@ def calls(run: Run, config: Config) -> Iterator[Row]:
     for program, part in CALLS.items():
         if found := list(without_compiling(run, part).values()):
             note = f"median of {len(found)} steps"
-            yield Row(program, float(np.median(found)), MEASURED, note=note)
+            yield CostRow(program, float(np.median(found)), MEASURED, note=note)
     yield from updates(run, config)
     yield from drafter_updates(run, config)
     rest = [by_step(run, f"timing_s/{part}") for part in ("metrics", "other")]
     other = [sum(part.get(step, 0.0) for part in rest) for step in steps.steps.tolist()]
     if np.median(other) > 0:
-        yield Row("other", float(np.median(other)), MEASURED, note="metrics and the rest of a step")
+        yield CostRow(
+            "other", float(np.median(other)), MEASURED, note="metrics and the rest of a step"
+        )
 
 
 def without_compiling(run: Run, part: str) -> dict[int, float]:
@@ -143,7 +145,7 @@ def without_compiling(run: Run, part: str) -> dict[int, float]:
     return {step: seconds for step, seconds in found if seconds > 0 and not compiling.get(step)}
 
 
-def updates(run: Run, config: Config) -> Iterator[Row]:
+def updates(run: Run, config: Config) -> Iterator[CostRow]:
     """The median seconds of updates of each number of accumulation steps, by their tokens on a data group with padding.
 
     With those of the log-probs of the policy before them, and of the reference, where a run computes these.
@@ -159,10 +161,10 @@ def updates(run: Run, config: Config) -> Iterator[Row]:
     for count, seconds in sorted(found.items()):
         note = f"{count} accumulation steps; median of {len(seconds)} steps"
         held = count * whole / config.mesh.data
-        yield Row("update", float(np.median(seconds)), MEASURED, tokens=held, note=note)
+        yield CostRow("update", float(np.median(seconds)), MEASURED, tokens=held, note=note)
 
 
-def drafter_updates(run: Run, config: Config) -> Iterator[Row]:
+def drafter_updates(run: Run, config: Config) -> Iterator[CostRow]:
     """The median seconds of an accumulation step of the drafter's update."""
     tokens, steps = by_step(run, "drafter/update_tokens"), by_step(run, "drafter/update_steps")
     found = [
@@ -173,7 +175,7 @@ def drafter_updates(run: Run, config: Config) -> Iterator[Row]:
     if found:
         seconds, held = np.median(np.array(found), axis=0)
         note = f"an accumulation step; median of {len(found)} steps"
-        yield Row("drafter_update", float(seconds), MEASURED, tokens=float(held), note=note)
+        yield CostRow("drafter_update", float(seconds), MEASURED, tokens=float(held), note=note)
 
 
 def by_step(run: Run, name: str) -> dict[int, float]:
@@ -197,7 +199,7 @@ def spans_of(path: Path) -> tuple[dict[int, list[tuple[float, float, str]]], flo
     return {group: sorted(spans) for group, spans in groups.items()}, began
 
 
-def hosts(run: Run, folder: Path) -> Iterator[Row]:
+def hosts(run: Run, folder: Path) -> Iterator[CostRow]:
     """What the host takes before a rollout's first program, and before one on an idle device: of steps that compile nothing."""
     compiles, begins, gaps = by_step(run, "perf/compiles"), [], []
     for path in sorted(folder.glob("timeline/*.json")):
@@ -212,10 +214,10 @@ def hosts(run: Run, folder: Path) -> Iterator[Row]:
     for program, found in (("begin", begins), ("host", gaps)):
         if found and np.median(found) > 0:
             note = f"median of {len(found)}"
-            yield Row(program, float(np.median(found)), MEASURED, note=note)
+            yield CostRow(program, float(np.median(found)), MEASURED, note=note)
 
 
-def micro_steps(run: Run, folder: Path) -> Iterator[Row]:
+def micro_steps(run: Run, folder: Path) -> Iterator[CostRow]:
     """Micro-steps of idle drafter training: the median span of the timelines, and the tokens of one."""
     taken = [
         end - start
@@ -229,10 +231,10 @@ def micro_steps(run: Run, folder: Path) -> Iterator[Row]:
     if taken and each:
         note = f"median of {len(taken)} spans"
         seconds, count = float(np.median(taken)), float(np.median(each))
-        yield Row("micro_step", seconds, MEASURED, tokens=count, note=note)
+        yield CostRow("micro_step", seconds, MEASURED, tokens=count, note=note)
 
 
-def compilations(folder: Path) -> Iterator[Row]:
+def compilations(folder: Path) -> Iterator[CostRow]:
     """The median seconds in which the chunks of each strategy became available, as the log has them.
 
     Of each chunk the first time: other data groups of a process share it. What came from the compile cache counts as loaded,
@@ -252,4 +254,4 @@ def compilations(folder: Path) -> Iterator[Row]:
         hows = Counter(how for how, _ in each)
         note = ", ".join(f"{how} {count}" for how, count in sorted(hows.items()))
         seconds = float(np.median([seconds for _, seconds in each]))
-        yield Row("compile", seconds, MEASURED, strategy=strategy, note=f"{note} chunks")
+        yield CostRow("compile", seconds, MEASURED, strategy=strategy, note=f"{note} chunks")
