@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import model_cases
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import architecture, drafter as drafters, hf_config
@@ -114,3 +115,19 @@ def test_a_tree_of_weights_gives_shardings_abstract_arrays_and_values_alike(key)
     assert values["ids"].tolist() == [4, 5, 7]
     assert (values["table"][:5] != 0).all()
     assert (values["table"][5:] == 0).all()
+
+
+def test_matrices_are_split_over_both_axes_in_training_and_over_model_in_a_rollout():
+    """By hand, as in Megatron: rows of q, gate and the head, columns of o and down; k and v where their heads divide."""
+    mesh, config = meshes.make_mesh(2, 4), drafter_cases.config("eagle3")
+    names = ("q", "o", "gate", "down")
+    for sizes in (config, config.layers):
+        module = drafters if sizes is config else architecture
+        train, rollout = (module.shardings(sizes, mesh, layout) for layout in ("train", "rollout"))
+        depth = () if sizes is config else (None,)  # a policy's layers are stacked in training
+        split = P(*depth, "model", "data"), P(*depth, "data", "model")
+        assert [getattr(train.layers, name).spec for name in names] == [*split, *split]
+        layer = rollout.layers[0] if depth else rollout.layers
+        assert (layer.o.spec, layer.down.spec) == (P(None, "model"), P(None, "model"))
+        assert (train.head.spec, rollout.head.spec) == (P("model", "data"), P("model"))
+        assert not train.final_norm.spec
