@@ -19,7 +19,7 @@ from benchmarks.device import setup
 from benchmarks.device.setup import Device, Row
 from tlt_jax.kernels import tree_attention
 from tlt_jax.kernels.fused import Fused
-from tlt_jax.kernels.tree_attention import SLOTS_PER_QUERY, Sizes
+from tlt_jax.kernels.tree_attention import SLOTS_PER_QUERY, TreeTiles
 
 SECONDS = 180.0  # of the cases of a kernel
 TIMES = 16  # calls of a program that is timed, for each batch
@@ -91,7 +91,7 @@ def measured(cases: list[Case], device: Device) -> Iterator[Row]:
     print("\n".join(["", *lines]))
 
 
-def candidates(queries: int, width: int, slots: int) -> tuple[Sizes, ...]:
+def candidates(queries: int, width: int, slots: int) -> tuple[TreeTiles, ...]:
     """The rule's sizes and others, all within its bound on partial results."""
     made = [tree_attention.rule(queries, width, 2)]
     for tile, columns, warps, stages in TILES[
@@ -99,7 +99,7 @@ def candidates(queries: int, width: int, slots: int) -> tuple[Sizes, ...]:
     ]:
         least = max(SLOTS_PER_QUERY * queries, columns)
         splits = (least, 2 * least) if slots >= least else (least,)
-        made += [Sizes(tile, columns, split, warps, stages) for split in splits]
+        made += [TreeTiles(tile, columns, split, warps, stages) for split in splits]
     return tuple(dict.fromkeys(made))
 
 
@@ -117,18 +117,18 @@ def attention_case(device: Device, nodes: int, width: int) -> Case:
     expected = jax.jit(partial(tree_attention.attend, slots_last=False))(q, *rest[:-1], lengths)[0]
     queries, fused = q.shape[2] * nodes, Fused.of(device.mesh)
 
-    def step(sizes: Sizes, state: tuple, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def step(sizes: TreeTiles, state: tuple, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
         q, arrivals = state
         return tree_attention.attend_in_kernel(q, *rest, arrivals, fused, sizes)
 
-    def state(q: jax.Array, sizes: Sizes) -> tuple[jax.Array, jax.Array]:
+    def state(q: jax.Array, sizes: TreeTiles) -> tuple[jax.Array, jax.Array]:
         return q, jnp.zeros((*q.shape[:2], sizes.tiles(queries)), jnp.int32)
 
-    def error(sizes: Sizes) -> float:
+    def error(sizes: TreeTiles) -> float:
         found, _ = jax.jit(partial(step, sizes))(state(q, sizes), *rest[:-1], lengths)
         return float(np.abs(np.asarray(found, np.float32) - np.asarray(expected, np.float32)).max())
 
-    def seconds(sizes: Sizes) -> float:
+    def seconds(sizes: TreeTiles) -> float:
         def calls(given: list[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
             return [
                 jax.lax.fori_loop(

@@ -19,7 +19,7 @@ from kernels.triton_runs import FUSED, REASON, compiled, kernels, resource_usage
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.kernels import projections
 from tlt_jax.kernels.fused import ADDED, GATED, HEADS, Fused
-from tlt_jax.kernels.projections import Product, Sizes
+from tlt_jax.kernels.projections import Product, ProjectionTiles
 from tlt_jax.models import drafter as drafters, eagle, hf_config, kv_cache
 
 EPS = 1e-6
@@ -38,7 +38,7 @@ class Case(NamedTuple):
     G: int
     E: int
     dtype: str
-    sizes: Sizes
+    sizes: ProjectionTiles
     has_bias: bool = False
     has_head_norm: bool = False
     inputs: int = 1
@@ -46,15 +46,15 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(1, 1, 896, 1, 7, 64, "bfloat16", Sizes(16, 256, 4, 4), has_bias=True),
-    Case(5, 1, 576, 3, 3, 64, "float32", Sizes(16, 128, 4, 4)),
-    Case(33, 3, 160, 2, 2, 64, "bfloat16", Sizes(32, 128, 4, 3), has_bias=True),
-    Case(64, 8, 96, 1, 3, 128, "float32", Sizes(64, 64, 4, 3)),
-    Case(6, 2, 128, 2, 2, 128, "float32", Sizes(128, 64, 4, 3), has_head_norm=True),
-    Case(6, 3, 128, 1, 2, 40, "float32", Sizes(64, 64, 4, 3), has_bias=True, has_head_norm=True),
-    Case(12, 4, 192, 2, 3, 64, "float32", Sizes(32, 64, 4, 4), inputs=2, is_joined=False),
-    Case(8, 8, 192, 1, 7, 64, "bfloat16", Sizes(16, 256, 4, 4), True, True, 2, False),
-    Case(4, 2, 64, 2, 1, 80, "float32", Sizes(32, 64, 4, 4), True, is_joined=False),
+    Case(1, 1, 896, 1, 7, 64, "bfloat16", ProjectionTiles(16, 256, 4, 4), has_bias=True),
+    Case(5, 1, 576, 3, 3, 64, "float32", ProjectionTiles(16, 128, 4, 4)),
+    Case(33, 3, 160, 2, 2, 64, "bfloat16", ProjectionTiles(32, 128, 4, 3), has_bias=True),
+    Case(64, 8, 96, 1, 3, 128, "float32", ProjectionTiles(64, 64, 4, 3)),
+    Case(6, 2, 128, 2, 2, 128, "float32", ProjectionTiles(128, 64, 4, 3), has_head_norm=True),
+    Case(6, 3, 128, 1, 2, 40, "float32", ProjectionTiles(64, 64, 4, 3), has_bias=True, has_head_norm=True),
+    Case(12, 4, 192, 2, 3, 64, "float32", ProjectionTiles(32, 64, 4, 4), inputs=2, is_joined=False),
+    Case(8, 8, 192, 1, 7, 64, "bfloat16", ProjectionTiles(16, 256, 4, 4), True, True, 2, False),
+    Case(4, 2, 64, 2, 1, 80, "float32", ProjectionTiles(32, 64, 4, 4), True, is_joined=False),
 ]  # fmt: skip
 
 
@@ -144,14 +144,14 @@ def test_normed_and_rotated_heads():
 
 # Tokens, rows of a matrix and its width, whether there is a bias, dtype, sizes.
 MATRICES = [
-    (1, 896, 896, False, "bfloat16", Sizes(8, 256, 4, 4)),
-    (5, 72, 576, True, "float32", Sizes(16, 128, 4, 4)),
-    (33, 100, 160, True, "bfloat16", Sizes(32, 128, 4, 3)),
-    (64, 64, 1536, False, "float32", Sizes(64, 64, 4, 3)),
+    (1, 896, 896, False, "bfloat16", ProjectionTiles(8, 256, 4, 4)),
+    (5, 72, 576, True, "float32", ProjectionTiles(16, 128, 4, 4)),
+    (33, 100, 160, True, "bfloat16", ProjectionTiles(32, 128, 4, 3)),
+    (64, 64, 1536, False, "float32", ProjectionTiles(64, 64, 4, 3)),
 ]
 SPLITS = [
-    (9, 72, 576, True, "float32", Sizes(16, 128, 4, 4, 4)),
-    (64, 96, 1000, False, "bfloat16", Sizes(64, 128, 4, 3, 8)),
+    (9, 72, 576, True, "float32", ProjectionTiles(16, 128, 4, 4, 4)),
+    (64, 96, 1000, False, "bfloat16", ProjectionTiles(64, 128, 4, 3, 8)),
 ]
 
 
@@ -183,7 +183,7 @@ def test_normed_gates(is_joined):
             3 * normal(T, width).T, normal(width), [normal(*part, width, scale=width**-0.5) for part in parts],
             [normal(*part) if has_bias else None for part in parts], EPS,
         )  # fmt: skip
-        tiles = tiles if tiles.rows > 8 else Sizes(16, 256, 4, 4)
+        tiles = tiles if tiles.rows > 8 else ProjectionTiles(16, 256, 4, 4)
         calls.append((given, {"chosen": tiles}))
     found = triton_runs.interpreted(MODULE + "gated", calls)
     for (given, _), (result, arrivals) in zip(calls, found, strict=True):
@@ -197,7 +197,7 @@ def test_normed_gates(is_joined):
 
 
 def test_a_token_does_not_depend_on_the_others():
-    case = Case(9, 1, 96, 1, 2, 64, "bfloat16", Sizes(16, 64, 4, 3), has_bias=True)
+    case = Case(9, 1, 96, 1, 2, 64, "bfloat16", ProjectionTiles(16, 64, 4, 3), has_bias=True)
     given, keywords = heads_given(case)
     x = given[0][0].copy()
     x[:, 4:] = 77 * x[:, 4:]

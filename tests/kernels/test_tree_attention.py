@@ -22,7 +22,7 @@ from benchmarks.device import tune
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.kernels import tree_attention
 from tlt_jax.kernels.fused import Fused
-from tlt_jax.kernels.tree_attention import Sizes
+from tlt_jax.kernels.tree_attention import TreeTiles
 
 
 class Case(NamedTuple):
@@ -95,7 +95,7 @@ CASES = [
 ]
 # All tiles that are tried on a device, once each.
 CANDIDATES = {
-    Sizes(tile, slots, 1, warps, 3)
+    TreeTiles(tile, slots, 1, warps, 3)
     for each in tune.TILES.values()
     for tile, slots, warps, _ in each
 }
@@ -109,12 +109,12 @@ def xla(case: Arguments) -> np.ndarray:
     return np.asarray(compiled(*map(jnp.asarray, case))[0])
 
 
-def rule(case: Case) -> Sizes:
+def rule(case: Case) -> TreeTiles:
     return tree_attention.rule(case.G * case.N, case.E, np.dtype(case.dtype).itemsize)
 
 
 def interpreted(
-    cases: list[tuple[Arguments, Sizes]], is_reversed: bool = False
+    cases: list[tuple[Arguments, TreeTiles]], is_reversed: bool = False
 ) -> list[np.ndarray]:
     """The cases by the kernel in Triton's interpreter, in a separate process; its counters are zero again."""
     calls = []
@@ -225,14 +225,14 @@ def test_slots_that_do_not_divide_into_tiles_are_refused():
     given = arguments(Case(1, 7, 1, 128, 1, 200, "bfloat16", (5,)))
     with pytest.raises(ValueError, match="200 cache slots do not divide into tiles of 64"):
         tree_attention.attend_in_kernel(
-            *given, np.zeros((1, 1, 1), np.int32), triton_runs.FUSED, Sizes(16, 64, 128, 4, 3)
+            *given, np.zeros((1, 1, 1), np.int32), triton_runs.FUSED, TreeTiles(16, 64, 128, 4, 3)
         )
 
 
 # Sizes
 
 
-def splits(sizes: Sizes, length: int, slots: int) -> int:
+def splits(sizes: TreeTiles, length: int, slots: int) -> int:
     """How many splits a row of this length has, as the kernel divides it."""
     most = min(sizes.splits(slots), 1 + length // sizes.split)
     return max(1, -(-length // (-(-length // most // sizes.slots) * sizes.slots))) if length else 1
@@ -265,7 +265,7 @@ DTYPES = ["bfloat16", "float32"]
 REGISTERS, SHARED = 65536, 227 << 10  # of a multiprocessor of an H200; bytes
 
 
-def kernel(case: Case, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+def kernel(case: Case, sizes: TreeTiles, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """The one kernel that attention of this case calls."""
     given, queries = arguments(case), case.G * case.N
     arrivals = np.zeros((len(case.lengths), case.K, sizes.tiles(queries)), np.int32)

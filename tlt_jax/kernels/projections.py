@@ -33,7 +33,7 @@ BUSY = 128  # programs that keep a large GPU busy: an H200 has 132 multiprocesso
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ProjectionTiles:
     """The work of a program: rows of the matrix, elements of the reduction at a time; warps; tiles held at once.
 
     `splits`: programs that share the reduction of a tile of rows.
@@ -67,7 +67,7 @@ class Product:
         return (self.tokens + rows) * self.width * self.itemsize
 
 
-def rule(one: Product) -> Sizes | None:
+def rule(one: Product) -> ProjectionTiles | None:
     """Sizes with which two programs or more fit a multiprocessor of an H200; None: XLA's product.
 
     A tile has as many rows as there are tokens, so that rows are most of what is read, unless too few programs are left.
@@ -87,12 +87,12 @@ def rule(one: Product) -> Sizes | None:
     if one.out * one.width * one.itemsize > MOST_MATRIX or one.read(rows) > MOST_READ * splits:
         return None
     step = (256 if tile + rows <= 64 else 128) * 2 // one.itemsize
-    return Sizes(rows, step, 4, 4 if tile + rows <= 64 else 3, splits)
+    return ProjectionTiles(rows, step, 4, 4 if tile + rows <= 64 else 3, splits)
 
 
 def chosen(
     kernel: str, x: Array, out: int, width: int, fused: Fused | None, head: int = 0, can_split: bool = False
-) -> Sizes | None:  # fmt: skip
+) -> ProjectionTiles | None:  # fmt: skip
     """Sizes of the kernel for a product with x; None: XLA's."""
     if fused is None or kernel not in fused.on or fused.mesh.size > 1 or x.dtype not in DTYPES:
         return None

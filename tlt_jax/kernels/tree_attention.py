@@ -35,7 +35,7 @@ STORED = constant(1 << 16)  # what a stored partial result adds to the counter; 
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TreeTiles:
     """Queries and slots of a tile; slots of a row for every split after the first; warps; tiles of slots held at once."""
 
     queries: int
@@ -53,7 +53,7 @@ class Sizes:
         return min(MOST_SPLITS, 1 + slots // self.split)
 
 
-def rule(queries: int, width: int, itemsize: int) -> Sizes:
+def rule(queries: int, width: int, itemsize: int) -> TreeTiles:
     """Sizes from what the compiler says of an H200's code: no spills, and 8 warps or more fit a multiprocessor.
 
     They do not depend on the batch, so a row's result does not depend on the other rows. bfloat16: 64 x 64 with 4 warps issues
@@ -65,7 +65,7 @@ def rule(queries: int, width: int, itemsize: int) -> Sizes:
         slots, warps = (64, 4) if width <= 128 else (32, 4 if tile == 16 else 8)
     else:  # full float32 products use no tensor cores, and hold their tiles in registers
         tile, slots, warps = 16, 32, 4 if width <= 64 else 8
-    return Sizes(tile, slots, max(SLOTS_PER_QUERY * queries, 2 * slots), warps, 3)
+    return TreeTiles(tile, slots, max(SLOTS_PER_QUERY * queries, 2 * slots), warps, 3)
 
 
 @jax.named_scope("attention")
@@ -140,7 +140,7 @@ def attend_in_xla(
 
 def attend_in_kernel(
     q: Array, k: Array, v: Array, ancestors: Array, keys: Array, values: Array, lengths: Array, arrivals: Array,
-    fused: Fused, sizes: Sizes,
+    fused: Fused, sizes: TreeTiles,
 ) -> tuple[Array, Array]:  # fmt: skip
     """`attend` and its counters, on one device with unsharded arrays.
 
