@@ -62,11 +62,17 @@ def levels(coupling: Coupling, strategy, temperature, ids=None, guess=TABLE, wid
     context, weights = setting(temperature), toys.weights(TABLE, guess, ids)
     empty = drafter.empty(len(PREFIXES), SLOTS - toys.TAIL)
     state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), empty)
-    for _ in range(4):
-        state = drafter.extend(weights, state, context, width)
-    assert state.built.tolist() == context.lengths.tolist()
-    candidates = drafter.draft(weights, state, context, strategy, temperature)
-    return rerank(candidates, ROOTS, strategy.nodes)
+
+    @jax.jit
+    def run(weights, state, context):
+        for _ in range(4):
+            state = drafter.extend(weights, state, context, width)
+        candidates = drafter.draft(weights, state, context, strategy, temperature)
+        return state.built, rerank(candidates, ROOTS, strategy.nodes)
+
+    built, tree = run(weights, state, context)
+    assert built.tolist() == context.lengths.tolist()
+    return tree
 
 
 def block(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -50,15 +51,16 @@ def test_a_walk_is_that_of_a_loop(nodes, unrolls):
     depth = int(depths.max())
     unused = jnp.zeros(tokens.shape), jnp.zeros(tokens.shape, jnp.int32)
     tree_of = DraftTree(*map(jnp.asarray, (tokens, parents, depths)), *unused)
-    walk = rounds.match(tree_of, jnp.asarray(chosen), depth, unrolls)
+    walk = jax.jit(rounds.match, static_argnums=(2, 3))(tree_of, chosen, depth, unrolls)
     rng = np.random.default_rng(3)
     logprobs, broken = rng.normal(size=chosen.shape), rng.random(chosen.shape) < 0.5
     choices = verify.Visit(*map(jnp.asarray, (chosen, logprobs, broken)))
     seen = tree.ancestors(tree_of.parents)
-    at_once = verify.path_of(tree_of, seen, jnp.ones(300, bool), depth, choices)
+    path_of = jax.jit(verify.path_of, static_argnums=3)
+    at_once = path_of(tree_of, seen, jnp.ones(300, bool), depth, choices)
     np.testing.assert_array_equal(at_once.accepted, walk.accepted)
     np.testing.assert_array_equal(at_once.path, walk.path)
-    asleep = verify.path_of(tree_of, seen, jnp.zeros(300, bool), depth, choices)
+    asleep = path_of(tree_of, seen, jnp.zeros(300, bool), depth, choices)
     assert not asleep.accepted.any() and not asleep.path.any()
     for b in range(300):
         path, emitted = references.walk(tokens[b], parents[b], chosen[b], depth)

@@ -23,6 +23,7 @@ SEVERAL = {
     "algorithm.kl_coef": 0.1,
     "rollout.deterministic": True,
     "speculation.drafter": "ngram",
+    "speculation.strategies": ["2_1_3"],
 }
 
 

@@ -23,19 +23,19 @@ BFLOAT16 = {
     "rollout.deterministic": True,
     "rollout.prompts": 4,
     "rollout.samples": 4,
-    "rollout.slots": 6,
-    "rollout.max_new_tokens": 32,
+    "rollout.slots": 2,
+    "rollout.max_new_tokens": 16,
     "rollout.chunk": 4,
-    "train.steps": 3,
+    "train.steps": 2,
     "train.row_tokens": 128,
-    "eval.every": 2,
+    "eval.every": 0,
     "sft.steps": 0,
 }  # fmt: skip
 
 
 ADAPTIVE = {
     "speculation.drafter": "adaptive", "speculation.strategies": ["2_2_4"], "idle_training.learning_rate": 0.01,
-    "drafter_training.share": 1.0,
+    "drafter_training.share": 1.0, "drafter_training.unroll": 1,
 }  # fmt: skip
 
 
