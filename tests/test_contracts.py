@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -51,3 +53,15 @@ def test_importing_what_needs_no_jax_starts_none(module):
     """The linter does not see that importing a module runs its package's __init__."""
     code = f"import sys, tlt_jax.{module}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_class_name_stands_for_one_thing():
+    """Sections of the configuration are named as what they configure; a Protocol as the class that has its fields."""
+    named = Counter(
+        node.name
+        for path in ROOT.rglob("*.py")
+        if path.parts[-2:] != ("config", "schema.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and "Protocol" not in map(ast.unparse, node.bases)
+    )
+    assert not [name for name, count in named.items() if count > 1]

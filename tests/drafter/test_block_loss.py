@@ -13,14 +13,14 @@ from test_drafter_update import DFLASH, DSPARK, DSPARK_BARE, DSPARK_REDUCED, rec
 
 from tlt_jax.data.packing import PackedRows
 from tlt_jax.drafter import losses, recipe as drafter_recipe, update
-from tlt_jax.drafter.recipe import Recipe
+from tlt_jax.drafter.recipe import DrafterRecipe
 from tlt_jax.models import architecture, block_drafter, drafter as drafters
 
 IDS = updates.IDS
 STEP = 3
 
 
-def setting(recipe: Recipe):
+def setting(recipe: DrafterRecipe):
     """The drafter, what it shares with the policy, and a batch with features.
 
     As in windows of sequences, the last token of a segment may be one whose next is to be learned; and there are holes.
@@ -79,7 +79,7 @@ def test_the_confidence_learns_the_acceptance_and_not_the_other_way_round(x64):
 
 
 def plain_loss(
-    recipe: Recipe, params, policy, batch: PackedRows, anchors, hidden
+    recipe: DrafterRecipe, params, policy, batch: PackedRows, anchors, hidden
 ) -> dict[str, float]:
     """Loss and metrics from hidden states [R, A, P, Z] of blocks at `anchors`, position by position."""
     config = recipe.drafter

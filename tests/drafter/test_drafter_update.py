@@ -20,7 +20,7 @@ from tlt_jax.drafter import (
     step_training,
     update as drafter_update,
 )
-from tlt_jax.drafter.recipe import DrafterState, Recipe, recipe_of as configured
+from tlt_jax.drafter.recipe import DrafterRecipe, DrafterState, recipe_of as configured
 from tlt_jax.models import architecture, drafter as drafters, eagle
 from tlt_jax.optimizer import Adam
 
@@ -48,13 +48,13 @@ OF_EACH_KIND = pytest.mark.parametrize(
 )
 
 
-def recipe_of(kind=EAGLE, data=1, model=1, **changes) -> Recipe:
+def recipe_of(kind=EAGLE, data=1, model=1, **changes) -> DrafterRecipe:
     drafter = drafters.for_policy(MODEL, kind.split()[0], **SIZES[kind])
     fixed = {
         "unroll": 0 if drafter.is_block else UNROLL, "param_dtype": "float64", "compute_dtype": "float64",
         "logits_chunk": 16, "attention_block": 16,
     }  # fmt: skip
-    return Recipe(MODEL, drafter, make_mesh(data, model), ADAM, **(fixed | changes))
+    return DrafterRecipe(MODEL, drafter, make_mesh(data, model), ADAM, **(fixed | changes))
 
 
 def drawn(target, seed: int):
@@ -66,21 +66,21 @@ def drawn(target, seed: int):
     return jax.device_put(numbers, jax.tree.map(lambda leaf: leaf.sharding, target))
 
 
-def policy_of(recipe: Recipe) -> architecture.Params:
+def policy_of(recipe: DrafterRecipe) -> architecture.Params:
     return drawn(architecture.abstract(MODEL, recipe.mesh, "train", recipe.param_dtype), seed=0)
 
 
-def params_of(recipe: Recipe, seed: int = 1) -> drafters.DrafterParams:
+def params_of(recipe: DrafterRecipe, seed: int = 1) -> drafters.DrafterParams:
     target = drafters.abstract(recipe.drafter, recipe.mesh, "train", recipe.param_dtype)
     ids = None if target.ids is None else jax.device_put(IDS, target.ids.sharding)
     return drawn(target.replace(ids=None), seed).replace(ids=ids)
 
 
-def state_of(recipe: Recipe) -> DrafterState:
+def state_of(recipe: DrafterRecipe) -> DrafterState:
     return drafter_recipe.create(params_of(recipe), recipe)
 
 
-def batch_of(recipe: Recipe) -> PackedRows:
+def batch_of(recipe: DrafterRecipe) -> PackedRows:
     """Four packed rows with prompts of every length from 1 on."""
     random = np.random.default_rng(0)
     examples = [
@@ -95,18 +95,18 @@ def batch_of(recipe: Recipe) -> PackedRows:
     return drafter_update.on_mesh(rows, recipe.mesh)
 
 
-def observed(recipe: Recipe, policy: architecture.Params, batch: PackedRows) -> PackedRows:
+def observed(recipe: DrafterRecipe, policy: architecture.Params, batch: PackedRows) -> PackedRows:
     return jax.jit(lambda policy, batch: drafter_update.observe(policy, batch, recipe))(
         policy, batch
     )
 
 
-def loss_of(recipe: Recipe, step: int = 0):
+def loss_of(recipe: DrafterRecipe, step: int = 0):
     """Jitted (params, shared, batch) -> loss and metrics."""
     return jax.jit(lambda *given: losses.loss(*given, recipe, step))
 
 
-def slope_of(recipe: Recipe, step: int = 0):
+def slope_of(recipe: DrafterRecipe, step: int = 0):
     """Jitted (params without ids, params, shared, batch) -> loss and metrics, and their gradient."""
 
     def total(trained, params, shared, batch):
@@ -115,7 +115,7 @@ def slope_of(recipe: Recipe, step: int = 0):
     return jax.jit(jax.value_and_grad(total, has_aux=True))
 
 
-def check_slope(slope, recipe: Recipe, params: drafters.DrafterParams, *rest) -> tuple:
+def check_slope(slope, recipe: DrafterRecipe, params: drafters.DrafterParams, *rest) -> tuple:
     """Loss and metrics; the gradient is the slope of the loss, in a random direction."""
     trained = params.replace(ids=None)
     found, gradient = slope(trained, params, *rest)
@@ -179,7 +179,7 @@ def test_scores_worked_by_hand(x64):
 
 
 def plain_loss(
-    recipe: Recipe, policy: architecture.Params, batch: PackedRows, hidden, logits
+    recipe: DrafterRecipe, policy: architecture.Params, batch: PackedRows, hidden, logits
 ) -> dict[str, float]:
     """Loss and metrics from the drafter's hidden states [J, R, T, Z] and logits [J, R, T, U], slot by slot."""
     eagle1, kept = (

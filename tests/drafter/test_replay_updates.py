@@ -11,7 +11,7 @@ from replays import T, feed, replay_of, request_of, texts_of
 
 from tlt_jax.data.packing import PackedRows
 from tlt_jax.drafter import losses, update as drafter_update
-from tlt_jax.drafter.recipe import Recipe
+from tlt_jax.drafter.recipe import DrafterRecipe
 from tlt_jax.drafter.replay import Piece
 from tlt_jax.models import drafter as drafters
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 SIZES = ((3, 18), (5, 8), (1, 9), (2, 10), (8, 1), (2, 3))
 
 
-def alone(recipe: Recipe, texts, stretches: list[tuple[int, int, int]]) -> PackedRows:
+def alone(recipe: DrafterRecipe, texts, stretches: list[tuple[int, int, int]]) -> PackedRows:
     """Each stretch (uid, first position, stop) in a row of its own, without features."""
     rows = {
         name: np.zeros((len(stretches), T), np.int32)
@@ -38,7 +38,7 @@ def alone(recipe: Recipe, texts, stretches: list[tuple[int, int, int]]) -> Packe
     return drafter_update.on_mesh(PackedRows(**rows), recipe.mesh)
 
 
-def whole(recipe: Recipe, texts) -> PackedRows:
+def whole(recipe: DrafterRecipe, texts) -> PackedRows:
     """Every text in a row of its own, with the features that the policy computes."""
     stretches = [(uid, 0, len(prompt) + len(answer)) for uid, (prompt, answer) in texts.items()]
     return updates.observed(recipe, updates.policy_of(recipe), alone(recipe, texts, stretches))

@@ -17,7 +17,7 @@ from tlt_jax.drafter import (
     update as drafter_update,
 )
 from tlt_jax.drafter.idle_training import IdleTraining
-from tlt_jax.drafter.recipe import Recipe
+from tlt_jax.drafter.recipe import DrafterRecipe
 from tlt_jax.drafter.replay import Replay, ReplayConfig
 from tlt_jax.drafter.update import Copies, MicroStep
 from tlt_jax.keys import TRAIN_STREAM
@@ -37,7 +37,7 @@ class Setting:
         self.engine, self.weights = harvests.engine_of(kind, data, model, captures_states=True)
         drafter = self.engine.drafter
         fixed = {"param_dtype": "float64", "compute_dtype": "float64", "logits_chunk": 64}
-        self.recipe = Recipe(
+        self.recipe = DrafterRecipe(
             tiny.MODEL,
             drafter,
             self.engine.mesh,

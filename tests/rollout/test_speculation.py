@@ -24,7 +24,7 @@ from tlt_jax.drafter import (
     recipe as drafter_recipe,
     update as drafter_update,
 )
-from tlt_jax.drafter.recipe import Recipe
+from tlt_jax.drafter.recipe import DrafterRecipe
 from tlt_jax.errors import ConfigError
 from tlt_jax.keys import TRAIN_STREAM, sequence_keys
 from tlt_jax.models import architecture, drafter as drafters
@@ -64,7 +64,7 @@ UPDATES, CERTAIN = 60, 20.0
 def trained() -> drafters.DrafterParams:
     """A drafter after a few dozen updates towards the policy's distribution on random texts; on the host."""
     mesh, own = make_mesh(1, 1), drafters.for_policy(tiny.MODEL, **KINDS["trained"])
-    recipe = Recipe(
+    recipe = DrafterRecipe(
         tiny.MODEL, own, mesh, Adam(2e-2, UPDATES), 3, param_dtype="float64", compute_dtype="float64",
         logits_chunk=128, attention_block=32,
     )  # fmt: skip

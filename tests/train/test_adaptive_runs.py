@@ -25,7 +25,7 @@ from tlt_jax.config import Config
 from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.drafter.idle_training import IdleTraining
-from tlt_jax.drafter.recipe import Recipe, idle_recipe
+from tlt_jax.drafter.recipe import DrafterRecipe, idle_recipe
 from tlt_jax.errors import ConfigError, ModelError
 from tlt_jax.models import from_config, hf_drafter
 from tlt_jax.rollout.engine import Engine
@@ -75,7 +75,7 @@ def trains(monkeypatch):
     groups_train(monkeypatch)
 
 
-def recipe_of(config: Config) -> Recipe:
+def recipe_of(config: Config) -> DrafterRecipe:
     model = from_config.model_config(config, datasets.tokenizer(config))
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
     return idle_recipe(config, model, from_config.new_drafter_config(config, model), mesh)

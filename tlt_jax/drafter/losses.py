@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 from tlt_jax import keys
 from tlt_jax.data.packing import PackedRows
 from tlt_jax.distributed.mesh import sharding
-from tlt_jax.drafter.recipe import Recipe
+from tlt_jax.drafter.recipe import DrafterRecipe
 from tlt_jax.kernels.numerics import contract, masked
 from tlt_jax.models import block_drafter, drafter as drafters, eagle, targets
 from tlt_jax.models.drafter import DrafterParams, Shared
@@ -52,7 +52,7 @@ def loss(
     params: DrafterParams,
     shared: Shared,
     batch: PackedRows,
-    recipe: Recipe,
+    recipe: DrafterRecipe,
     step: Int[Array, ""] | int,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""] | Int[Array, ""]]]:
     """The loss of a batch with features and states in optimizer step `step`, and its metrics.
@@ -70,7 +70,7 @@ def loss(
 
 
 def eagle_loss(
-    params: DrafterParams, shared: Shared, batch: PackedRows, recipe: Recipe
+    params: DrafterParams, shared: Shared, batch: PackedRows, recipe: DrafterRecipe
 ) -> tuple[Array, Metrics]:
     """`loss` of EAGLE drafters.
 
@@ -119,7 +119,7 @@ def block_loss(
     params: DrafterParams,
     shared: Shared,
     batch: PackedRows,
-    recipe: Recipe,
+    recipe: DrafterRecipe,
     step: Int[Array, ""] | int,
 ) -> tuple[Array, Metrics]:
     """`loss` of block drafters.
@@ -181,7 +181,7 @@ def candidates(batch: PackedRows) -> Bool[Array, "R T"]:
 
 @shaped
 def draw(
-    mask: Bool[Array, "R T"], step: Int[Array, ""] | int, recipe: Recipe
+    mask: Bool[Array, "R T"], step: Int[Array, ""] | int, recipe: DrafterRecipe
 ) -> Int32[Array, "R A"]:
     """The anchors of every row: A = T / SPACING different tokens where the mask is True; -1 where it has fewer.
 
@@ -326,7 +326,9 @@ class PolicyHead(NamedTuple):
     mesh: Mesh
 
     @classmethod
-    def of(cls, shared: Shared, params: DrafterParams, recipe: Recipe, dtype: object) -> PolicyHead:
+    def of(
+        cls, shared: Shared, params: DrafterParams, recipe: DrafterRecipe, dtype: object
+    ) -> PolicyHead:
         """The head in this dtype."""
         mesh, ids = recipe.mesh, params.ids
         axis = drafters.vocab_axis(recipe.drafter, mesh)
@@ -363,7 +365,7 @@ def sums(logits: Float[Array, "*A V"]) -> tuple[Float[Array, "*A"], Int[Array, "
 
 
 def draft_logits(
-    params: DrafterParams, head: PolicyHead, recipe: Recipe
+    params: DrafterParams, head: PolicyHead, recipe: DrafterRecipe
 ) -> Callable[[Array, Array | None], tuple[Array, Array | None]]:
     """A function of hidden states and Markov embeddings [G, ..., Z] and [G, ..., r] of G data groups (None: no such head).
 

@@ -26,7 +26,7 @@ DrafterState = TrainState  # with params of type DrafterParams; the ids have no 
 
 
 @dataclass(frozen=True)
-class Recipe:
+class DrafterRecipe:
     """The static arguments of the programs of drafter.update. `unroll`: draft steps of EAGLE, 0 of a block drafter."""
 
     model: ModelConfig
@@ -46,10 +46,12 @@ class Recipe:
         return self.unroll or BLOCK_COMPILE_STEPS
 
 
-def recipe_of(config: Config, model: ModelConfig, drafter: DrafterConfig, mesh: Mesh) -> Recipe:
+def recipe_of(
+    config: Config, model: ModelConfig, drafter: DrafterConfig, mesh: Mesh
+) -> DrafterRecipe:
     """The recipe of `drafter_training`."""
     knobs, train = config.drafter_training, config.train
-    return Recipe(
+    return DrafterRecipe(
         model, drafter, mesh,
         Adam.short(config, knobs.learning_rate, knobs.steps),
         0 if drafter.is_block else knobs.unroll or UNROLL[drafter.kind],
@@ -57,7 +59,9 @@ def recipe_of(config: Config, model: ModelConfig, drafter: DrafterConfig, mesh: 
     )  # fmt: skip
 
 
-def idle_recipe(config: Config, model: ModelConfig, drafter: DrafterConfig, mesh: Mesh) -> Recipe:
+def idle_recipe(
+    config: Config, model: ModelConfig, drafter: DrafterConfig, mesh: Mesh
+) -> DrafterRecipe:
     """The recipe of `idle_training`, on the loss of `drafter_training`: its learning rate never decays."""
     optim = config.optim
     adam = Adam(
@@ -73,14 +77,14 @@ def scaled(adam: Adam, tokens: int) -> Adam:
     return replace(adam, learning_rate=share * adam.learning_rate)
 
 
-def create(params: DrafterParams, recipe: Recipe) -> DrafterState:
+def create(params: DrafterParams, recipe: DrafterRecipe) -> DrafterState:
     """The state before the first update. It owns `params`: the first update donates them."""
     state = optimizer.create(recipe.adam, params.replace(ids=None), recipe.mesh)
     return state.replace(params=params)
 
 
 @cache
-def abstract_state(recipe: Recipe) -> DrafterState:
+def abstract_state(recipe: DrafterRecipe) -> DrafterState:
     """ShapeDtypeStructs with shardings of the state, for restoring a checkpoint or compiling."""
     params = drafters.abstract(recipe.drafter, recipe.mesh, "train", recipe.param_dtype)
     state = optimizer.abstract(recipe.adam, params.replace(ids=None), recipe.mesh)

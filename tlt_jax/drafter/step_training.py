@@ -18,7 +18,7 @@ from tlt_jax.data.packing import PackedRows
 from tlt_jax.distributed.mesh import is_cpu
 from tlt_jax.drafter import update
 from tlt_jax.drafter.investment import Investment, Worth
-from tlt_jax.drafter.recipe import DrafterState, Recipe, scaled
+from tlt_jax.drafter.recipe import DrafterRecipe, DrafterState, scaled
 from tlt_jax.models.architecture import Params
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class StepTraining:
     `broadcast`: the number of process 0, on all processes.
     """
 
-    recipe: Recipe
+    recipe: DrafterRecipe
     share: float | None
     compile_cost: Callable[[StepTraining], float]
     broadcast: Callable[[float], float]
@@ -96,7 +96,11 @@ def rotated(first: int, most: int, count: int) -> list[int]:
 
 
 def learn(
-    recipe: Recipe, state: DrafterState, policy: Params, rows: Sequence[PackedRows], step: int
+    recipe: DrafterRecipe,
+    state: DrafterState,
+    policy: Params,
+    rows: Sequence[PackedRows],
+    step: int,
 ) -> tuple[DrafterState, dict[str, float], list[float]]:
     """The drafter after an optimizer step on the rows of each accumulation step, metrics, and its acceptance before.
 

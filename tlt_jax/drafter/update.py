@@ -23,7 +23,7 @@ from tlt_jax import optimizer
 from tlt_jax.data.packing import PackedRows
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.drafter import losses
-from tlt_jax.drafter.recipe import DrafterState, Recipe, abstract_state, scaled
+from tlt_jax.drafter.recipe import DrafterRecipe, DrafterState, abstract_state, scaled
 from tlt_jax.models import drafter as drafters, transformer
 from tlt_jax.models.architecture import Params
 from tlt_jax.models.drafter import DrafterParams
@@ -31,7 +31,7 @@ from tlt_jax.rollout.executables.programs import GroupShapes, Program, StateShap
 
 
 def update(
-    state: DrafterState, policy: Params, batch: PackedRows, recipe: Recipe
+    state: DrafterState, policy: Params, batch: PackedRows, recipe: DrafterRecipe
 ) -> tuple[DrafterState, dict[str, Array]]:
     """The state after one optimizer step on the batch, and its metrics. The policy is not trained.
 
@@ -65,7 +65,7 @@ def update(
     }
 
 
-def observe(policy: Params, batch: PackedRows, recipe: Recipe) -> PackedRows:
+def observe(policy: Params, batch: PackedRows, recipe: DrafterRecipe) -> PackedRows:
     """The batch with the policy's features and states, computed in its "train" layout."""
     states, features = transformer.hidden(
         policy, recipe.model, batch.tokens, batch.positions, batch.segments, compute_dtype=recipe.compute_dtype,
@@ -87,7 +87,7 @@ def abstract_rows(mesh: Mesh, rows: int, tokens: int) -> PackedRows:
 
 
 @cache
-def program(recipe: Recipe) -> jax.stages.Wrapped:
+def program(recipe: DrafterRecipe) -> jax.stages.Wrapped:
     """The jitted update(state, policy, batch), which donates the state.
 
     It returns the state with the shardings of its argument.
@@ -100,7 +100,7 @@ def program(recipe: Recipe) -> jax.stages.Wrapped:
 
 
 @cache
-def observation(recipe: Recipe) -> jax.stages.Wrapped:
+def observation(recipe: DrafterRecipe) -> jax.stages.Wrapped:
     """The jitted observe(policy, batch): one forward pass of the policy, without gradient."""
     return jax.jit(partial(observe, recipe=recipe))
 
@@ -114,7 +114,7 @@ def depths(metrics: dict[str, Any]) -> list[float]:
 
 
 @cache
-def merge_programs(recipe: Recipe) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
+def merge_programs(recipe: DrafterRecipe) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
     """The jitted spread(state) -> copies and merge(copies, tokens[G]) -> state, over the whole mesh of a recipe."""
     state = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(recipe))
     copies = jax.tree.map(lambda leaf: leaf.sharding, abstract_copies(recipe))
@@ -126,7 +126,7 @@ def merge_programs(recipe: Recipe) -> tuple[jax.stages.Wrapped, jax.stages.Wrapp
     return jax.jit(spread, out_shardings=copies), jax.jit(merge, out_shardings=state)
 
 
-def abstract_copies(recipe: Recipe, group: Mesh | None = None) -> DrafterState:
+def abstract_copies(recipe: DrafterRecipe, group: Mesh | None = None) -> DrafterState:
     """ShapeDtypeStructs [G, ...] with shardings of the copies of all data groups, or [1, ...] of one on its sub-mesh."""
     mesh = recipe.mesh if group is None else group
 
@@ -162,7 +162,7 @@ def merge(copies: DrafterState, tokens: Float32[Array, " G"]) -> DrafterState:
 class Copies:
     """The copies of a recipe's drafter on the devices of this process's data `groups`."""
 
-    recipe: Recipe
+    recipe: DrafterRecipe
     groups: Mapping[int, Mesh]
 
     def spread(self, state: DrafterState) -> dict[int, DrafterState]:
@@ -194,7 +194,7 @@ class MicroStep:
 
     group: int
     tokens: int
-    recipe: Recipe
+    recipe: DrafterRecipe
 
     def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
         copy = abstract_copies(self.recipe, shapes.mesh)
@@ -231,7 +231,11 @@ class MicroStep:
 
 
 def micro_step(
-    copy: DrafterState, policy: Params, batch: PackedRows, learns: Bool[Array, ""], recipe: Recipe
+    copy: DrafterState,
+    policy: Params,
+    batch: PackedRows,
+    learns: Bool[Array, ""],
+    recipe: DrafterRecipe,
 ) -> tuple[DrafterState, dict[str, Array]]:
     """The copy [1, ...] after one optimizer step if `learns`, else unchanged; and the metrics before the step."""
     state = jax.tree.map(lambda leaf: leaf[0], copy)

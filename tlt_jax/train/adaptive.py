@@ -21,7 +21,7 @@ from tlt_jax.data.packing import PackedRows
 from tlt_jax.drafter import recipe as drafter_recipe, step_training
 from tlt_jax.drafter.idle_training import IdleTraining
 from tlt_jax.drafter.investment import CHANCE, HOPED, Investment
-from tlt_jax.drafter.recipe import DrafterState, Recipe, idle_recipe
+from tlt_jax.drafter.recipe import DrafterRecipe, DrafterState, idle_recipe
 from tlt_jax.drafter.replay import Replay, ReplayConfig
 from tlt_jax.drafter.step_training import StepTraining
 from tlt_jax.drafter.update import Copies, MicroStep
@@ -48,7 +48,7 @@ REPLAY_BYTES, REPLAY_WINDOWS = 512 * 2**20, 8
 HELD_OUT = 8  # every 8th sequence is held out from training, to measure on
 
 
-def replay_config(config: Config, recipe: Recipe) -> ReplayConfig:
+def replay_config(config: Config, recipe: DrafterRecipe) -> ReplayConfig:
     """The replay buffer of each data group: REPLAY_BYTES, and at least REPLAY_WINDOWS windows."""
     width = min(WINDOW, -(-packing.longest(config) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
     numbers = (len(recipe.drafter.captures) + 1) * recipe.model.hidden_size  # features and states
@@ -59,7 +59,7 @@ def replay_config(config: Config, recipe: Recipe) -> ReplayConfig:
 
 def create(
     config: Config,
-    recipe: Recipe,
+    recipe: DrafterRecipe,
     start: DrafterParams | None = None,
     texts: Iterable[np.ndarray] = (),
 ) -> DrafterState:
@@ -97,7 +97,7 @@ def idle_metrics(rollout: RolloutResult, groups: Sequence[GroupSeconds]) -> dict
 def export(
     directory: Path,
     dtype: str,
-    recipe: Recipe,
+    recipe: DrafterRecipe,
     state: DrafterState,
     acceptance: Sequence[float],
     made_from: Mapping[str, Any] | None = None,

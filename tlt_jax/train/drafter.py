@@ -24,7 +24,7 @@ from tlt_jax.drafter import (
     corpus,
     update as drafter_update,
 )
-from tlt_jax.drafter.recipe import DrafterState, Recipe, recipe_of
+from tlt_jax.drafter.recipe import DrafterRecipe, DrafterState, recipe_of
 from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import Writer, check_trackers
 from tlt_jax.models import from_config, hf_drafter
@@ -129,7 +129,7 @@ def gather(setup: Setup, params: Params, interrupted: Callable[[], bool]) -> lis
 
 def begin(
     setup: Setup, examples: list[Example], store: Store, resumed: int | None
-) -> tuple[Recipe, DrafterState]:
+) -> tuple[DrafterRecipe, DrafterState]:
     """The recipe, and the initial state: from the checkpoint, from drafter_training.start, or new.
 
     The draft vocabulary of a new one has the most frequent tokens of the texts.
@@ -149,7 +149,7 @@ def begin(
 
 def train_drafter(
     config: Config,
-    recipe: Recipe,
+    recipe: DrafterRecipe,
     state: DrafterState,
     params: Params,
     rows: corpus.PackedCorpus,

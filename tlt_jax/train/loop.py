@@ -21,7 +21,7 @@ from tlt_jax.models import hf
 from tlt_jax.rewards import Scorer
 from tlt_jax.train import health, run_state, startup
 from tlt_jax.train.setup import frozen
-from tlt_jax.train.startup import Run
+from tlt_jax.train.startup import TrainingRun
 from tlt_jax.train.step_metrics import Profiler, Stopwatch
 from tlt_jax.train.trainer import Trainer
 
@@ -83,7 +83,7 @@ def train(config: Config, watching: Watch | None = None) -> int:
 
 @contextmanager
 def started(
-    run: Run,
+    run: TrainingRun,
     store: Store,
     scorer: Scorer,
     watching: Watch,

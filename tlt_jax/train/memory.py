@@ -20,7 +20,7 @@ from tlt_jax.data import packing
 from tlt_jax.distributed.job import Job
 from tlt_jax.distributed.mesh import device_kind, is_cpu
 from tlt_jax.drafter import recipe as drafter_recipe, update as drafter_update
-from tlt_jax.drafter.recipe import Recipe as DrafterRecipe
+from tlt_jax.drafter.recipe import DrafterRecipe
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import (
     architecture,

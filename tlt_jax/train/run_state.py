@@ -59,7 +59,7 @@ class RunState:
 def abstract(
     step: int,
     policy: Recipe | None = None,
-    drafter: drafter_recipe.Recipe | None = None,
+    drafter: drafter_recipe.DrafterRecipe | None = None,
 ) -> RunState:
     """ShapeDtypeStructs with shardings of what these recipes train, to restore or to plan."""
     return RunState(
@@ -114,7 +114,7 @@ def restore(
 def resume(
     store: Store,
     policy: Recipe,
-    drafter: drafter_recipe.Recipe | None,
+    drafter: drafter_recipe.DrafterRecipe | None,
     tuner: Tuner,
     basis: Mapping[str, Any],
 ) -> RunState | None:

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Setup):
+class TrainingRun(Setup):
     """A run of `steps` RL steps, before it enters its folder: its inputs, and what it is made with.
 
     `drafter`: None without an adaptive drafter; `drafter_params`: the weights of drafter_training.start, or of the drafter
@@ -96,7 +96,7 @@ def load(config: Config, job: Job) -> Setup:
     return Setup.of(config, tokenizer, dataset, job)
 
 
-def make_run(setup: Setup) -> Run:
+def make_run(setup: Setup) -> TrainingRun:
     """The run of a setup. Raises ConfigError for what the devices cannot hold."""
     config, model, mesh = setup.config, setup.model, setup.mesh
     steps = total_steps(config, setup.dataset)
@@ -113,12 +113,12 @@ def make_run(setup: Setup) -> Run:
     engine = Engine(config, model, mesh, stops, drafter, captures_states, setup.job, recipe.lora)
     learning = DrafterLearning(config, engine, steps) if is_adaptive else None
     memory.preflight(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
-    return Run(
+    return TrainingRun(
         **vars(setup), steps=steps, recipe=recipe, engine=engine, drafter=learning, drafter_params=drafter_params
     )  # fmt: skip
 
 
-def update_programs(run: Run) -> UpdatePrograms:
+def update_programs(run: TrainingRun) -> UpdatePrograms:
     """The programs of the update. They and the rollout's reshard begin to compile in the background, where cores are free."""
     config, engine, recipe = run.config, run.engine, run.recipe
     correct = partial(memory.corrected, config, engine.learned, run.job)
@@ -139,7 +139,7 @@ def update_programs(run: Run) -> UpdatePrograms:
     return early
 
 
-def begin_rollout(run: Run, state: RunState | None = None) -> None:
+def begin_rollout(run: TrainingRun, state: RunState | None = None) -> None:
     """Starts to compile for the rollout from this state, where cores are free; None: of a new run without its weights.
 
     What a new run decodes first depends on them only where it has a drafter to start with.
@@ -197,7 +197,9 @@ def lacks_evaluation(config: Config, store: Store, step: int, steps: int) -> boo
         return True
 
 
-def new_state(run: Run, writer: Writer, interrupted: Callable[[], bool]) -> tuple[RunState, Params]:
+def new_state(
+    run: TrainingRun, writer: Writer, interrupted: Callable[[], bool]
+) -> tuple[RunState, Params]:
     """The state of a new run: what it trains, and the drafter if there is one to start from; and its start policy.
 
     It trains the start policy, or with model.lora adapters, whose base has the compute dtype; a warm start trains all

@@ -42,7 +42,7 @@ from tlt_jax.train.run_state import RunState
 from tlt_jax.tuner.interface import State as TunerState
 
 if TYPE_CHECKING:
-    from tlt_jax.train.startup import Run
+    from tlt_jax.train.startup import TrainingRun
 
 
 class Rolled(NamedTuple):
@@ -67,7 +67,7 @@ class Trainer:
     a new run; it is saved again only when `evaluates_resumed`, because its evaluation was interrupted.
     """
 
-    run: Run
+    run: TrainingRun
     programs: UpdatePrograms
     start: Params | None
     store: Store

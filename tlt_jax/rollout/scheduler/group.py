@@ -40,7 +40,7 @@ from tlt_jax.rollout.scheduler.state import (
     Joining,
     Prefilled,
     Running,
-    Window,
+    WindowCopy,
     queued,
 )
 from tlt_jax.spec_decode.decode import Report
@@ -129,7 +129,7 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
         ends = ended(state.rows, news)
         events += ends
         windows = [
-            Window(end.uid, end.row, start)
+            WindowCopy(end.uid, end.row, start)
             for end in ends
             for start in context.harvester.wanted(end.uid, end.length)
         ]

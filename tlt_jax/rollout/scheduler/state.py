@@ -128,7 +128,7 @@ class Joining:
 
 
 @dataclass(frozen=True)
-class Window:
+class WindowCopy:
     """A window to copy out of an ended row, from position `start` on, before the row is used again."""
 
     uid: int
@@ -153,7 +153,7 @@ class InFlight:
     most: int = 0
     program: Program | None = None
     compiling_alongside: bool = False
-    windows: tuple[Window, ...] = ()
+    windows: tuple[WindowCopy, ...] = ()
     values: Features | None = None
 
 
@@ -174,7 +174,7 @@ class GroupState:
     flights: tuple[InFlight, ...] = ()
     decision: Decision | None = None
     joining: tuple[Joining, ...] = ()
-    windows: tuple[Window, ...] = ()
+    windows: tuple[WindowCopy, ...] = ()
     dispatched: int = 0
     retired: int = 0
     started: frozenset[int] = frozenset()
