@@ -180,9 +180,8 @@ def test_a_drafter_has_its_own_lines_worked_by_hand():
     settings, recipe, engine = plan_of(*DRAFTERS["eagle3"])
     kinds, plain = budget(settings, recipe, engine), budget(*plan_of())
     slots, batch, bytes_each = memory.cache_slots(settings) + 8, engine.capacity, 4
-    assert (
-        kinds["features"] == batch * slots * 2 * 32 * bytes_each // 2
-    )  # two layers, both read; halved over `model`
+    # Two layers, both read; halved over `model`.
+    assert kinds["features"] == batch * slots * 2 * 32 * bytes_each // 2
     history, built, hidden = batch * slots * 4, batch * 4, batch * 32 * bytes_each
     assert (
         kinds["drafter cache"]
@@ -311,9 +310,8 @@ def test_an_adaptive_drafter_is_planned_as_training_begins_it(tmp_path):
     assert moments == pytest.approx(2 * kinds["drafter"], rel=0.1)
     state = kinds["drafter"] + moments  # sharded over two data groups; a copy is not
     assert state < kinds.pop("drafter in training") <= 2 * state
-    row = packing.row_tokens(
-        settings
-    )  # one of each data group; two layers are read, and the last state
+    # One of each data group; two layers are read, and the last state.
+    row = packing.row_tokens(settings)
     assert kinds.pop("drafter features") == row * (2 + 1) * 32 * 4
     assert kinds == learned
     preflight(settings, recipe, engine)

@@ -48,9 +48,8 @@ def test_every_example_stands_whole_in_one_row_with_its_own_positions_and_segmen
     assert (packed.segments > 0).sum() == sum(example.length for example in examples)
     assert spans.spread(np.ones(count)).sum() == sum(len(example.answer) for example in examples)
     starts = np.diff(packed.segments, axis=-1)
-    assert set(np.unique(starts[starts > 0])) <= {
-        1
-    }  # segments of a row are numbered from 1 without gaps
+    # Segments of a row are numbered from 1 without gaps.
+    assert set(np.unique(starts[starts > 0])) <= {1}
 
 
 @pytest.mark.parametrize(("seed", "count", "rows", "groups"), CASES)

@@ -168,9 +168,8 @@ def test_scores_worked_by_hand(x64):
         (0, False, False),
     ):
         part = score(jnp.log(p[1:]), jnp.log(q), jnp.int32(top), ids)
-        entropy = -(
-            0.6 * np.log(0.9) + 0.4 * np.log(0.1)
-        )  # to the policy renormalized over the two
+        # To the policy renormalized over the two.
+        entropy = -(0.6 * np.log(0.9) + 0.4 * np.log(0.1))
         assert_same((part.terms["token_loss"], part.acceptance), (entropy, 0.3 + 0.1), rtol=1e-12)
         assert (bool(part.agrees), bool(part.learns)) == (agrees, learns)
 

@@ -20,12 +20,8 @@ from tlt_jax.drafter.investment import (
     Investment,
 )
 
-STEP, PIECE, TOKENS, COMPILING = (
-    10.0,
-    0.5,
-    400.0,
-    8.0,
-)  # seconds of a step, of a piece; tokens of it
+# Seconds of a step, of a piece; tokens of it.
+STEP, PIECE, TOKENS, COMPILING = (10.0, 0.5, 400.0, 8.0)
 ROLLOUT = 0.6  # of a step's seconds
 
 

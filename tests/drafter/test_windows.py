@@ -89,9 +89,8 @@ def test_weights_worked_by_hand():
     held = [
         window(0, 0, 5, 2, 6, step=3),
         window(1, 0, 7, 2, 8, step=3),
-        window(
-            0, 0, 6, 2, 7, step=2
-        ),  # an answer of 5: it is not longer than the longest of this step
+        # An answer of 5: it is not longer than the longest of this step.
+        window(0, 0, 6, 2, 7, step=2),
         window(1, 10, 5, 2, 22, step=2),  # 5 tokens of an answer of 20; that of 10 is not stored
         window(1, 0, 30, 2, 32, step=1),
     ]

@@ -91,9 +91,8 @@ def rollout(params, config, mesh, dtype="float64"):
     return meshes.view(reshard(params), group), group
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param("float32", marks=pytest.mark.matrix), "float64"]
-)  # each family is compared in float32 on a mesh
+# Each family is compared in float32 on a mesh.
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.matrix), "float64"])
 @pytest.mark.parametrize("case", model_cases.CASES)
 def test_logits_equal_those_of_transformers(case, dtype, directories, goldens, x64):
     config, params = load(directories(case), meshes.make_mesh(1, 1), dtype)

@@ -201,9 +201,8 @@ def test_the_payback_of_the_learned_drafter_is_the_time_its_best_arms_save_over_
         "the plain chunk again, and one that drafts"
     )
 
-    drafting = replace(
-        chunk, strategy=engine.arms[0]
-    )  # n-grams are used: it has to be faster than these
+    # N-grams are used: it has to be faster than these.
+    drafting = replace(chunk, strategy=engine.arms[0])
     engine.programs.executables[drafting] = None
     saved, again = learned_drafter.payback(engine, {}, [0.5])
     assert saved == pytest.approx(25 * (1 - 12 / 20) + 25 * (1 - 12 / 15) - 0.02 * 50, rel=1e-4)

@@ -97,13 +97,11 @@ def test_the_rollout_continues_with_plain_decoding_while_a_strategy_compiles(mon
     result = play(slow.executables, PLAIN, after)
     assert answers(result) == expected
     used = [decision.strategy for decision in result.decisions]
-    assert used[:4] == [PLAIN] * 4 and set(used[4:]) == {
-        WANTED
-    }  # the catch-up compiles after the chunk
+    # The catch-up compiles after the chunk.
+    assert used[:4] == [PLAIN] * 4 and set(used[4:]) == {WANTED}
     assert [decision.reason for decision in result.decisions][1] == "fixed, while 2_2_4 is compiled"
-    assert [program.strategy for program in slow.requested] == [
-        WANTED
-    ]  # requested once, compiled once
+    # Requested once, compiled once.
+    assert [program.strategy for program in slow.requested] == [WANTED]
     assert len({one.program for one in slow.executables.compiles}) == len(slow.executables.compiles)
 
 

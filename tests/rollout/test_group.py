@@ -165,9 +165,8 @@ def test_a_drafter_that_knows_the_policy_and_the_noise_is_always_right(strategy,
     joined = sum(bool(decision.joining) for decision in result.decisions)
     assert sum(span.kind == "catch_up" for span in result.spans) == joined < len(result.decisions)
     nodes, promised, held = result.reliability
-    assert (
-        held.sum() == result.stats["tokens"] - rounds
-    )  # every round emits the accepted tokens and one more
+    # Every round emits the accepted tokens and one more.
+    assert held.sum() == result.stats["tokens"] - rounds
     tenths = np.arange(10) / 10
     assert (nodes * tenths - 1e-3 <= promised).all() and (
         promised <= nodes * (tenths + 0.1) + 1e-3

@@ -66,10 +66,8 @@ def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, monkeypatc
             drafters.for_policy(MODEL, kind),
             drafters.shared(weights.target),
         )
-        lines = (
-            history[:, 1:],
-            prefilled.features[:, :-1],
-        )  # slot t comes from the features of token t, and token t + 1
+        # Slot t comes from the features of token t, and token t + 1.
+        lines = history[:, 1:], prefilled.features[:, :-1]
         zeros = jnp.zeros(batch, jnp.int32)
         network = block_drafter if own.is_block else eagle
         return prefilled, *network.extend(

@@ -27,9 +27,8 @@ SETTINGS = [  # pairwise over temperature, top-k, top-p
     [*((one, False) for one in (*SETTINGS, Sampling(0.0, 1, 0.1))), (SETTINGS[2], True)],
 )
 def test_filter_keeps_what_a_sort_keeps(x64, setting, unrolls):
-    logits = np.round(
-        np.random.default_rng(0).normal(size=(40, 11)), 1
-    )  # rounded, so that there are ties
+    # Rounded, so that there are ties.
+    logits = np.round(np.random.default_rng(0).normal(size=(40, 11)), 1)
     logits[0] = [0.0, -0.0, 0.0, -1.0, 2.0, 0.0, -0.0, 1.0, -3.0, 0.5, 0.0]
     scaled = sampling.scale(jnp.asarray(logits), setting)
     found = jax.jit(partial(sampling.filter, sampling=setting, unrolls=unrolls))(scaled)
@@ -143,13 +142,10 @@ def test_logits_that_no_token_can_be_drawn_from_are_detected(temperature):
     )
 
 
-WIDE = (
-    2 * sampling.BLOCK * sampling.BLOCKS
-)  # the smallest vocabulary for which a filter reads the largest blocks first
-PEAKED, FLAT = (
-    4.0,
-    0.05,
-)  # standard deviations of logits: the filter keeps few tokens, and nearly all
+# The smallest vocabulary for which a filter reads the largest blocks first.
+WIDE = 2 * sampling.BLOCK * sampling.BLOCKS
+# Standard deviations of logits: the filter keeps few tokens, and nearly all.
+PEAKED, FLAT = 4.0, 0.05
 FILTERS = [
     Sampling(1.0, 0, 0.9), Sampling(0.6, 20, 1.0), Sampling(0.6, 50, 0.95), Sampling(1.0, 3000, 0.7),
     Sampling(1.0, 300, 1.0),

@@ -187,9 +187,8 @@ def test_beg_mab_tries_every_arm_once_before_values_decide():
     tuner, tried = baselines.beg_mab(["4_2_8", "2_4_8"], epsilon=0.0), []
     state = tuner.init()
     for _ in range(3):
-        state, choice = tuner.choose(
-            state, 4, 4, 512
-        )  # no measurement yet: two chunks are in flight
+        # No measurement yet: two chunks are in flight.
+        state, choice = tuner.choose(state, 4, 4, 512)
         tried.append(choice.strategy)
     assert set(tried) == {PLAIN, Strategy(4, 2, 8), Strategy(2, 4, 8)}
 

@@ -16,10 +16,8 @@ from tlt_jax.tuner.baselines import parse_arms
 
 SHIPPED = Speculation().strategies
 ARMS = parse_arms(SHIPPED)
-NODE = {
-    scenarios.cpu: 1 / 10,
-    scenarios.gpu: 1 / 200,
-}  # the prior cost of a node
+# The prior cost of a node.
+NODE = {scenarios.cpu: 1 / 10, scenarios.gpu: 1 / 200}
 
 
 def tuner_for(round_cost):

@@ -101,9 +101,8 @@ class Store:
         self.folder = Path(run).absolute() / FOLDER
         self.keep, self.best_metric, self.is_owner = keep, best_metric, create
         self._bytes = 0  # of the arrays in the running save
-        self._amended: dict[
-            int, dict[str, Any]
-        ] = {}  # by step: metrics and meta added after the save
+        # By step: metrics and meta added after the save.
+        self._amended: dict[int, dict[str, Any]] = {}
         if not create and not self.folder.is_dir():
             raise CheckpointError(
                 f"{self.folder} does not exist: give the folder of a run that has saved"

@@ -16,9 +16,8 @@ import numpy as np
 
 EARLY = 0.2  # share of a step, while the rest of the run is expected to repay it
 LONG = 0.03  # share of all steps together, otherwise
-STALLED = (
-    1 / 3
-)  # of LONG, while acceptance stalls or is not predicted to pay off; while drafting, the rest goes to the reserve
+# Of LONG, while acceptance stalls or is not predicted to pay off; while drafting, the rest goes to the reserve.
+STALLED = 1 / 3
 # Acceptance of the first draft token: the smallest change that counts as a rise, the number of measurements that are
 # compared, and the drop below the best that counts as a fall.
 RISE, RECENT, FALL = 0.005, 8, 0.03

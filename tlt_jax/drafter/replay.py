@@ -315,9 +315,8 @@ def draw(
     sizes = np.array([window.size for window in windows], np.int64)
     expected = float(weights @ sizes) if len(windows) else 0.0
     scale = min(1.0, MOST_BATCHES * tokens / max(expected, 1.0))
-    order = np.argsort(
-        sizes, kind="stable"
-    )  # by size: rounding then hardly changes the circle's length
+    # By size: rounding then hardly changes the circle's length.
+    order = np.argsort(sizes, kind="stable")
     ends = np.floor(np.cumsum(scale * weights[order]) + random.random())
     copies = np.diff(ends, prepend=0).astype(np.int64)
     circle = random.permutation(np.repeat(order, copies))

@@ -26,9 +26,8 @@ from tlt_jax.rewards import terms
 # Environment variables that workers get; names that end in * are prefixes.
 PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "PYTHON*", "OMP_*",
           "OPENBLAS_*", "MKL_*", "HF_*")  # fmt: skip
-LEAST_MEMORY = (
-    2**33
-)  # bytes of data memory; a worker may have an eighth of the host's, and always so many
+# Bytes of data memory; a worker may have an eighth of the host's, and always so many.
+LEAST_MEMORY = 2**33
 
 
 def environment(names: Sequence[str]) -> dict[str, str]:

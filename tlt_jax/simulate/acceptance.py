@@ -31,10 +31,8 @@ LEAST_STEPS = 4  # steps with a measured acceptance from which a curve is fitted
 SCALES = np.geomspace(1e2, 1e9, 57)
 POWERS = (0.25, 0.5, 1.0, 2.0)
 LEAST, MOST = 0.001, 0.995  # probabilities
-TOKENS = (
-    "drafter/update_tokens",
-    "drafter/tokens",
-)  # metrics of what a drafter learned from in a step
+# Metrics of what a drafter learned from in a step.
+TOKENS = "drafter/update_tokens", "drafter/tokens"
 
 
 @dataclass(frozen=True)

@@ -99,9 +99,8 @@ def gspo_loss(
     `rows` are whole.
     """
     log_ratio = answer_mean(rows.update_logprobs - rows.old_logprobs, rows.segments, rows.mask)
-    own = rows.update_logprobs - jax.lax.stop_gradient(
-        rows.update_logprobs
-    )  # 0, with the token's gradient
+    # 0, with the token's gradient.
+    own = rows.update_logprobs - jax.lax.stop_gradient(rows.update_logprobs)
     ratio = exp_ratio(jax.lax.stop_gradient(log_ratio) + own)
     return clipped_loss(ratio, rows.advantages, clip_low, clip_high, clip_dual)
 

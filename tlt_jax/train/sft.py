@@ -35,9 +35,8 @@ FORMAT = 2  # version of the cache
 LOG_EVERY = 25  # steps between metrics that are written
 LOG_EVERY_S = 10.0  # seconds after which a step is logged though its metrics are not written
 
-log = logging.getLogger(
-    "tlt_jax.train.sft"
-)  # fixed, since as the main module __name__ is "__main__"
+# Fixed, since as the main module __name__ is "__main__".
+log = logging.getLogger("tlt_jax.train.sft")
 
 
 def warm_start(setup: Setup, writer: Writer, interrupted: Callable[[], bool]) -> Params:
