@@ -15,7 +15,7 @@ from tlt_jax.config.schema import Config
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
 MOST = {
-    "lines of the package": 36_300,
+    "lines of the package": 36_400,
     "modules of the package": 190,
     "lines of tests": 33_400,
     "lines of benchmarks": 2_800,

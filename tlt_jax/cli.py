@@ -33,6 +33,10 @@ COMMANDS = {
         "tlt_jax.train.drafter",
         "Trains an EAGLE or EAGLE-3 drafter for a policy, and writes it for serving engines.",
     ),
+    "drafters": Command(
+        "tlt_jax.drafter",
+        "Lists the published drafters that a run can start from.",
+    ),
     "sft": Command(
         "tlt_jax.train.sft",
         "Trains on worked solutions alone: the supervised warm start of a run.",

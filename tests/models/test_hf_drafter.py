@@ -211,9 +211,10 @@ def test_what_other_programs_write_is_read(written, mesh):
         ("eagle", ["Qwen2ForCausalLMEagle"]),
         ("eagle", ["Qwen2ForCausalLMEagle", "Qwen2ForCausalLM"]),
         ("eagle3", ["LlamaForCausalLMEagle3", "LlamaForCausalLM"]),
+        ("eagle3", ["Eagle3LlamaForCausalLM"]),
     ],
 )
-def test_the_policys_architecture_may_follow_the_drafters(case, names, written, mesh):
+def test_other_names_of_an_architecture_are_read(case, names, written, mesh):
     assert load(written(case, architectures=names), mesh)[0] == cases.config(case)
 
 

@@ -13,7 +13,7 @@ COMMON = (
     "rollout.max_new_tokens", "speculation.drafter", "reward.terms", "optim.learning_rate", "train.steps",
 )  # fmt: skip
 # Values of model.remat, drafter_training.share, speculation.drafter and algorithm.importance.
-AUTO, NONE = "auto", "none"
+AUTO, NONE, HUB = "auto", "none", "hub"
 DTYPES = ("float32", "float64", "bfloat16")
 # Values of model.lora.targets: peft's names of a layer's matrices, in the order of a layer, and all of them.
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -398,7 +398,11 @@ class DrafterTraining:
         "architecture of a new drafter: eagle3 and eagle draft one level a pass, dflash and dspark all levels in one",
         one_of=("eagle3", "eagle", "dflash", "dspark"),
     )
-    start: str = knob("", "drafter directory to start from; empty: a new drafter")
+    start: str = knob(
+        "",
+        "drafter to start from: a directory, a hub id, or hub: the published one of model.path (`tlt drafters` lists them); "
+        "empty: a new drafter",
+    )
     texts: str = knob(
         "",
         "JSONL, JSON, CSV or Parquet files with columns prompt and response (text or token ids); empty: the policy answers "

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from tlt_jax import keys
 from tlt_jax.config import Config, parse
-from tlt_jax.config.schema import ADAPTIVE, NGRAM, NONE
+from tlt_jax.config.schema import ADAPTIVE, HUB, NGRAM, NONE
 from tlt_jax.data import adapter_files
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, ModelError
@@ -26,11 +26,13 @@ from tlt_jax.models import (
     hf_config,
     hf_drafter,
     lora,
+    published,
 )
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.models.drafter import DrafterConfig, DrafterParams
 from tlt_jax.models.lora import Adapters
 from tlt_jax.models.low_rank import Lora
+from tlt_jax.models.published import Published
 
 # The largest multiple to which vocabularies of published models are padded: Qwen2.5 has up to 399 tokens without a text.
 PADDING = 512
@@ -213,10 +215,51 @@ def check_unroll(unroll: int, kind: str) -> None:
 def start_config(config: Config, model: ModelConfig) -> DrafterConfig:
     """The config of drafter_training.start. Raises ConfigError when a knob does not fit its kind."""
     knobs = config.drafter_training
-    path = Path(parse.expand(knobs.start, "drafter_training.start"))
-    drafter = hf_drafter.read_config(path, model, longest_sequence(config, model))
+    directory = start_directory(config)
+    drafter = hf_drafter.read_config(directory, model, longest_sequence(config, model))
     check_unroll(knobs.unroll, drafter.kind)
     return drafter
+
+
+def start_directory(config: Config) -> Path:
+    """The directory of drafter_training.start; the drafter of a hub id, or of `hub`, is downloaded once."""
+    start = parse.expand(config.drafter_training.start, "drafter_training.start")
+    if start == HUB:
+        start = published_start(config).drafter
+    is_hub_id = not Path(start).exists() and parse.HUB_ID.fullmatch(start)
+    return hf.resolve(start) if is_hub_id else Path(start)
+
+
+def published_start(config: Config) -> Published:
+    """The drafter of drafter_training.start hub: the first of model.path whose layout is read, if possible of the kind wanted.
+
+    Raises ModelError without one.
+    """
+    base, kind = config.model.path, config.drafter_training.kind
+    known = [one for one in published.table() if is_read(one)]
+    fits = [one for one in known if one.base.lower() == base.lower()]
+    if not fits:
+        bases = ", ".join(dict.fromkeys(one.base for one in known))
+        raise ModelError(
+            f"drafter_training.start hub: no published drafter of model.path {base!r} is known: use the hub id of one of "
+            f"{bases}, or give a drafter's directory or hub id"
+        )
+    return min(fits, key=lambda one: one.kind != kind)
+
+
+def is_read(one: Published) -> bool:
+    """Whether drafters of this layout can be read."""
+    return one.layout in hf_drafter.FORMATS[one.kind].architectures
+
+
+def say_start(config: Config) -> None:
+    """Prints which published drafter training starts from, where drafter_training.start is hub."""
+    if config.drafter_training.start == HUB:
+        found = published_start(config)
+        print(
+            f"the drafter starts from {found.drafter}, published for {found.base} ({found.terms})",
+            flush=True,
+        )
 
 
 def drafter_acceptance(config: Config) -> tuple[float, ...]:
@@ -232,7 +275,7 @@ def drafter_source(config: Config) -> Path | None:
     """The directory of the run's drafter: that of speculation.drafter, or where the training of an adaptive one starts."""
     start = config.drafter_training.start
     if start and config.speculation.drafter == ADAPTIVE:
-        return Path(parse.expand(start, "drafter_training.start"))
+        return start_directory(config)
     return drafter_directory(config)
 
 

@@ -317,7 +317,8 @@ BLOCK_TENSORS = (
 )
 FORMATS = {
     "eagle3": Format(
-        {"LlamaForCausalLMEagle3": "llama"}, READ_EAGLE, read_eagle3, write_eagle3,
+        # The second name: vLLM's class, which AngelSlim's checkpoints have.
+        {"LlamaForCausalLMEagle3": "llama", "Eagle3LlamaForCausalLM": "llama"}, READ_EAGLE, read_eagle3, write_eagle3,
         (
             ("fuse", "fc.weight"), ("hidden_norm", "midlayer.hidden_norm.weight"), ("feature_norms", "fc_norm.{}.weight"),
             ("layers", "midlayer."), ("final_norm", "norm.weight"), ("head", "lm_head.weight"), ("ids", "d2t"), ("ids", "t2d"),

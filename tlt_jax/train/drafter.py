@@ -14,7 +14,7 @@ import jax
 from tlt_jax import atomic, cli, run_folder
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
-from tlt_jax.config import Config, load as configuration, parse
+from tlt_jax.config import Config, load as configuration
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.data.adapter_files import has_tokenizer, tokenizer_source
 from tlt_jax.data.packing import Example
@@ -52,6 +52,7 @@ def train(config: Config) -> int:
         dataset = datasets.load(config, tokenizer)
     setup, steps = Setup.of(config, tokenizer, dataset), config.drafter_training.steps
     if config.drafter_training.start:
+        from_config.say_start(config)
         from_config.start_config(config, setup.model)
     if dataset:
         print(dataset.describe(), flush=True)
@@ -135,9 +136,9 @@ def begin(
     The draft vocabulary of a new one has the most frequent tokens of the texts.
     """
     config, model, mesh, start = setup.config, setup.model, setup.mesh, None
-    if path := config.drafter_training.start:
+    if config.drafter_training.start:
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        directory = Path(parse.expand(path, "drafter_training.start"))
+        directory = from_config.start_directory(config)
         drafter, start = hf_drafter.load(directory, model, mesh, config.model.param_dtype, longest)
     else:
         drafter = from_config.new_drafter_config(config, model)

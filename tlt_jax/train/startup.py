@@ -101,13 +101,15 @@ def make_run(setup: Setup) -> TrainingRun:
     config, model, mesh = setup.config, setup.model, setup.mesh
     steps = total_steps(config, setup.dataset)
     recipe = Recipe.of(config, model, mesh, steps)
+    is_adaptive = config.speculation.drafter == ADAPTIVE
+    if is_adaptive and setup.job.is_first:
+        from_config.say_start(config)
     drafter, drafter_params = from_config.load_drafter(config, model, mesh)
     recipe = memory.fitted(config, recipe, drafter, setup.job)
     if setup.job.is_first:
         log.info("model.remat %s: %s", config.model.remat, remats.spell(recipe.remat))
         if recipe.lora:
             log.info("model.lora: %s", policy_update.share_trained(recipe))
-    is_adaptive = config.speculation.drafter == ADAPTIVE
     stops = datasets.stop_rules(config, setup.tokenizer)
     captures_states = is_adaptive and not config.rollout.deterministic
     engine = Engine(config, model, mesh, stops, drafter, captures_states, setup.job, recipe.lora)
