@@ -364,6 +364,15 @@ def test_plain_decoding_only_reduces_over_model_whatever_a_drafter_wants_to_see(
     assert kinds == [{"all-reduce"}, {"all-reduce", "all-gather"}]
 
 
+def test_the_largest_kind_names_the_knob():
+    for kind, knob in (
+        ("cache", "rollout.slots"),
+        ("logits chunk", "mesh.model"),
+        ("optimizer", "mesh.data"),
+    ):
+        assert knob in memory.advice({"weights": 1, kind: 2})
+
+
 def assert_stays_in_its_group(name, compiled, engine) -> None:
     assert crossed(compiled, engine.groups[0]) <= {"model"}, name
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
