@@ -1,5 +1,5 @@
 """Speculative decoding on devices, over an abstract Target and Drafter.
 
-Public: decode (decode_chunk, catch_up), decode_state (Sampling, DecodingParams, admit, resize), interface (Target, Drafter,
-Context), strategy (Strategy).
+Public: decode (decode_chunk, catch_up), decode_state (admit, resize), interface (Target, Drafter, Context, Sampling,
+DecodingParams), strategy (Strategy).
 """
