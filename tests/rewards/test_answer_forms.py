@@ -7,7 +7,10 @@ string comparison of verl's math reward judge otherwise. completions.jsonl: the 
 from __future__ import annotations
 
 import json
-import time
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -80,12 +83,23 @@ def test_an_identical_text_never_scores_0(group, rewards):
             assert terms.gsm8k("", text, {"answer": text}) == 1
 
 
+@contextmanager
+def counted_calls() -> Iterator[Counter]:
+    """The calls of Python and C functions by this thread: a cost that no other work on the machine moves."""
+    calls = Counter()
+    sys.setprofile(lambda frame, event, argument: calls.update((event,)))
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
 @pytest.mark.parametrize("name", LOOPS)
 def test_an_answer_of_a_policy_in_a_loop_costs_little_and_is_no_failure(name, rewards):
     for one, reward in rewards.items():
-        start = time.process_time()
-        score = terms.evaluate(one, reward, "Go.", LOOPS[name], {"answer": "#### 7"})[one]
-        assert time.process_time() - start < 1.0, one
+        with counted_calls() as calls:
+            score = terms.evaluate(one, reward, "Go.", LOOPS[name], {"answer": "#### 7"})[one]
+        assert calls.total() < 3_000_000, one  # 200 signs are 1.4 million in the parser of formulas
         assert score == 0.0 or one == "format"
 
 

@@ -134,10 +134,8 @@ def test_scoring_continues_while_the_caller_does_not_poll(user_module):
             scorer.submit(key, "p", "abc", {"answer": "abc"})
         with pytest.raises(ValueError, match="0 is already being scored"):
             scorer.submit(0, "p", "abc", {"answer": "abc"})
-        time.sleep(1.0)
-        start = time.monotonic()
+        until(lambda: len(scorer._scores) == 500)
         assert len(scorer.collect()) == 500
-        assert time.monotonic() - start < 0.2
         assert scorer.collect() == {}
 
 
@@ -259,7 +257,7 @@ if os.path.exists({lock!r}):
 def probe(prompt, completion, row):
     if completion == "die":
         os._exit(3)
-    return 1.0
+    return os.getpid()
 """
 
 
@@ -272,11 +270,11 @@ def test_a_spare_process_takes_over_for_one_that_died(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with Scorer(make_config({"slow_rewards:probe": 1.0})) as scorer:
         until(lambda: ready(scorer, 2))
-        start = time.monotonic()
+        started = {worker.process.pid for worker in scorer._workers}
         for completion in ("die", "fine"):
             scorer.submit(completion, "p", completion, {})
         scores = scorer.collect()
-        assert time.monotonic() - start < 1.9, "a new process takes 2 seconds to start"
+        assert scores["fine"].parts["slow_rewards:probe"] in started
         assert [scores[one].failure for one in ("die", "fine")] == ["crash", None]
         until(lambda: ready(scorer, 2))
 
@@ -301,7 +299,7 @@ def test_a_run_goes_on_without_a_spare_process_that_does_not_start(tmp_path, mon
         until(lambda: "no spare scoring process" in caplog.text)
         assert "one process at a time" in caplog.text
         scorer.submit("a", "p", "fine", {})
-        assert scorer.collect() == {"a": Score(1.0, {"lone_rewards:probe": 1.0})}
+        assert scorer.collect()["a"].failure is None
 
 
 def test_an_answer_that_earns_every_term_gets_their_exact_sum():
