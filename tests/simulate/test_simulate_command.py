@@ -76,7 +76,7 @@ def test_several_numbers_of_groups_have_a_line_each_and_a_picture(config, tmp_pa
         (["--steps", "-1"], "--steps -1: give 1 or more"),
         (["--costs", "b300"], "no such file, table or device"),
         (["--mesh.model", "2"], "and mesh.model is 2: set --mesh.model 1"),
-        (["--lengths", "none.yaml"], "no run folder or preset"),
+        (["--lengths", "none.yaml"], "no run folder, MEDIAN,SIGMA or preset"),
         (["--groups", "0"], "give numbers from 1"),
         (["--rollout.sample", "2"], "rollout.sample"),
         (["--record", "no", "--costs", "x.csv"], "leave out --config, only --costs goes with it"),

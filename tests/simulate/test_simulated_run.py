@@ -224,13 +224,30 @@ def idle_seconds(result):
     ("found", "message"),
     [
         ({"acceptance": [2]}, "probabilities by depth"), ({"acceptance": []}, "probabilities by depth"),
-        ({"medusa": [0.5]}, "write"), ([0.5], "write"),
+        ({"medusa": [0.5]}, "write"), ([0.5], "write"), ({"start": [0.5]}, "best"),
+        ({"start": [0.5], "best": [0.8], "forget": -1}, "forget"),
     ],
 )  # fmt: skip
 def test_a_wrong_acceptance_is_refused_by_name(tmp_path, found, message):
     (tmp_path / "acceptance.json").write_text(json.dumps(found))
     with pytest.raises(DataError, match=message):
         acceptance.of(str(tmp_path / "acceptance.json"))
+
+
+def test_a_file_states_what_a_drafter_accepts_before_it_learns_or_forgets(tmp_path):
+    """With scale and power 1, three times the scale leaves a quarter of the way from start to best."""
+    found = {
+        "start": [0.4, 0.2],
+        "best": [0.8, 0.6],
+        "scale": 100,
+        "power": 1,
+        "forget": 0.1,
+        "pretrained": 300,
+    }
+    (tmp_path / "curve.json").write_text(json.dumps(found))
+    accepted = acceptance.of(str(tmp_path / "curve.json"))
+    assert accepted.learned.levels(accepted.pretrained, 3) == pytest.approx((0.7, 0.5, 0.5))
+    assert accepted.learned.forget == 0.1
 
 
 def test_log_normal_lengths_have_their_median_spread_and_correlation():
@@ -240,6 +257,7 @@ def test_log_normal_lengths_have_their_median_spread_and_correlation():
     assert np.median(drawn) == pytest.approx(400, rel=0.1)
     assert logs.std() == pytest.approx(0.9, rel=0.08)
     assert logs.mean(1).var() == pytest.approx(0.4 * 0.81, abs=0.12)
+    assert lengths.of("400,0.9", 100) == LogNormal(400, 0.9)
 
 
 def test_recorded_answers_are_read_step_by_step(tmp_path):

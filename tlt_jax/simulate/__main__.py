@@ -45,9 +45,9 @@ def arguments_of(words: Sequence[str] | None = None) -> tuple[argparse.Namespace
         "config": ("FILE", "YAML file, or the name of a shipped configuration"),
         "costs": ("TABLE", f"seconds of programs: a CSV file, a shipped table ({tables}), or a device to estimate for "
                   f"({', '.join(estimate.DEVICES)})"),
-        "lengths": ("FILE", f"answers: a run's folder, or a preset ({', '.join(lengths.PRESETS)}); default: log-normal, 2 %% "
-                    "beyond rollout.max_new_tokens"),
-        "acceptance": ("FILE", "what drafters accept: a run's folder, acceptance.json of a drafter, or a preset "
+        "lengths": ("FILE", "answers: a run's folder, MEDIAN,SIGMA of a log-normal, or a preset "
+                    f"({', '.join(lengths.PRESETS)}); default: log-normal, 2 %% beyond rollout.max_new_tokens"),
+        "acceptance": ("FILE", "what drafters accept: a run's folder, acceptance.json of a drafter, a curve, or a preset "
                        f"({', '.join(acceptance.PRESETS)}); default: new"),
         "groups": ("N,N", "data groups, one number or several; default: mesh.data"),
         "arms": ("A,B", f"of {', '.join(ARMS)} (default: all)"),

@@ -145,19 +145,31 @@ def of(text: str) -> Acceptances:
 
 
 def from_file(path: Path) -> Acceptances:
-    """The acceptance of a drafter, of its acceptance.json. Raises DataError."""
+    """The acceptance of a drafter, of its acceptance.json; or the fields of Curve, and `pretrained`. Raises DataError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}") from error
-    levels = found.get("acceptance") if isinstance(found, dict) else None
-    is_list = isinstance(levels, list) and len(levels) > 0
-    if not is_list or not all(isinstance(one, int | float) and 0 <= one <= 1 for one in levels):
+    found = found if isinstance(found, dict) else {}
+    start, best = (found.get(name, found.get("acceptance")) for name in ("start", "best"))
+    numbers = {
+        name: found[name] for name in ("scale", "power", "forget", "pretrained") if name in found
+    }
+    are_amounts = all(isinstance(one, int | float) and one >= 0 for one in numbers.values())
+    if not (are_levels(start) and are_levels(best) and are_amounts):
         raise DataError(
-            f'{path}: write {{"acceptance": [...]}}, probabilities by depth, such as [0.8, 0.7]'
+            f'{path}: write {{"acceptance": [...]}}, probabilities by depth, such as [0.8, 0.7]; or the lists start and best, '
+            "and any of the numbers scale, power, forget and pretrained"
         )
-    kept = tuple(clipped(levels))
-    return Acceptances(NEW.ngram, Curve(kept, kept), source=str(path))
+    pretrained = numbers.pop("pretrained", 0.0)
+    curve = Curve(tuple(clipped(start)), tuple(clipped(best)), **numbers)
+    return Acceptances(NEW.ngram, curve, pretrained, source=str(path))
+
+
+def are_levels(found: object) -> bool:
+    """Whether this is a list of probabilities, with at least one."""
+    is_list = isinstance(found, list) and len(found) > 0
+    return is_list and all(isinstance(one, int | float) and 0 <= one <= 1 for one in found)
 
 
 # What the drafters of a real run accepted, and how that rose with the tokens learned

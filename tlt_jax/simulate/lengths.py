@@ -6,6 +6,7 @@ Presets state what is published of the jobs that they are named after, and what 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,18 +96,20 @@ PRESETS: Mapping[str, LogNormal] = {
 
 
 def of(text: str, limit: int) -> Lengths:
-    """The lengths of --lengths: a run's folder, or a preset.
+    """The lengths of --lengths: a run's folder, a preset, or log-normal with this median and sigma.
 
     "": log-normal, with 2 % of the answers beyond the `limit`. Raises ConfigError.
     """
     if not text:
         return LogNormal(limit / math.exp(2.054), 1.0, source="an assumption: 2 % are cut")
+    if given := re.fullmatch(r"(\d+(?:\.\d+)?),(\d+(?:\.\d+)?)", text):
+        return LogNormal(*map(float, given.groups()))
     path = Path(text)
     if (path / RESOLVED).is_file():
         return recorded(path)
     if text not in PRESETS:
         raise ConfigError(
-            f"--lengths {text}: no run folder or preset: presets are {', '.join(PRESETS)}"
+            f"--lengths {text}: no run folder, MEDIAN,SIGMA or preset: presets are {', '.join(PRESETS)}"
         )
     return PRESETS[text]
 
