@@ -21,7 +21,7 @@ from tlt_jax.config import load as configuration, schema
 from tlt_jax.data import packing
 from tlt_jax.distributed.mesh import make_mesh, sharding
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import drafter as drafters, from_config, hf_drafter
+from tlt_jax.models import drafter as drafters, from_config, hf, hf_drafter
 from tlt_jax.plan import __main__ as command, programs as planned_programs, report
 from tlt_jax.plan.launches import collectives
 from tlt_jax.rollout import ngram_memory
@@ -84,6 +84,22 @@ def preflight(settings, recipe, engine) -> None:
 @pytest.fixture
 def planned():
     return plan_of()
+
+
+@pytest.mark.parametrize("start", ["hub", "Tengyunw/qwen3_8b_eagle3"])
+def test_a_published_drafter_is_planned_without_its_files(start, monkeypatch, capsys):
+    """As wide as the policy's layers, with the usual draft vocabulary of published ones."""
+    monkeypatch.setattr(hf, "resolve", lambda path: pytest.fail(f"{path} was to be downloaded"))
+    words = ["--config", "math_qwen3_8b_h100x8", "--drafter_training.start", start]
+    settings = configuration.parse(words)
+    model = planned_programs.sizes(settings)
+    found = planned_programs.drafter(settings, model)
+    assert (found.kind, found.layers.hidden_size, found.draft_vocab_size) == (
+        "eagle3",
+        4096,
+        32_000,
+    )
+    assert "qwen3" in (said := capsys.readouterr().out).lower() and "a new eagle3 drafter" in said
 
 
 DRAFTING = "rollout chunk learned:3_2_6 of 4"

@@ -223,11 +223,18 @@ def start_config(config: Config, model: ModelConfig) -> DrafterConfig:
 
 def start_directory(config: Config) -> Path:
     """The directory of drafter_training.start; the drafter of a hub id, or of `hub`, is downloaded once."""
+    hub_id = hub_start(config)
+    if hub_id:
+        return hf.resolve(hub_id)
+    return Path(parse.expand(config.drafter_training.start, "drafter_training.start"))
+
+
+def hub_start(config: Config) -> str:
+    """The hub id that drafter_training.start names, or that `hub` stands for; "" where it names a directory, or nothing."""
     start = parse.expand(config.drafter_training.start, "drafter_training.start")
     if start == HUB:
-        start = published_start(config).drafter
-    is_hub_id = not Path(start).exists() and parse.HUB_ID.fullmatch(start)
-    return hf.resolve(start) if is_hub_id else Path(start)
+        return published_start(config).drafter
+    return start if not Path(start).exists() and parse.HUB_ID.fullmatch(start) else ""
 
 
 def published_start(config: Config) -> Published:

@@ -60,7 +60,7 @@ def compile_all(
     """Compiles and reports every program for these devices, and says on standard error how many are left."""
     validate.validate_model(config, model, len(found.devices))
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model, found.devices)
-    drafter = from_config.drafter_config(config, model)
+    drafter = programs.drafter(config, model)
     directory = from_config.drafter_directory(config)
     if directory and not directory.exists():
         wanted = f"the {drafter.kind} drafter of `drafter_training`"

@@ -16,6 +16,7 @@ from tlt_jax.drafter.idle_training import MOST_TOKENS
 from tlt_jax.drafter.update import MicroStep
 from tlt_jax.models import from_config, hf_config
 from tlt_jax.models.architecture import ModelConfig
+from tlt_jax.models.drafter import DrafterConfig
 from tlt_jax.plan.report import PlannedProgram
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import (
@@ -42,6 +43,15 @@ def sizes(config: Config) -> ModelConfig:
     if "vocab_size" in config.model.init:
         return hf_config.new_config(config.model.init, config.model.init["vocab_size"], ())
     return from_config.model_config(config, datasets.tokenizer(config))
+
+
+def drafter(config: Config, model: ModelConfig) -> DrafterConfig | None:
+    """The run's drafter; a new one, which a line says, in the place of one of the hub: planning downloads nothing."""
+    hub_id = config.speculation.drafter == ADAPTIVE and from_config.hub_start(config)
+    if not hub_id:
+        return from_config.drafter_config(config, model)
+    print(f"{hub_id} is not downloaded: planning for a new {config.drafter_training.kind} drafter")
+    return from_config.new_drafter_config(config, model)
 
 
 def lower(
