@@ -50,7 +50,7 @@ def renamed(word: str, old: str, new: str) -> str:
 
 def play(python: str, tree: Path, folder: Path, renames: list[str], more: list[str]) -> None:
     """Runs everything from the worktree; each run has a folder below `folder`."""
-    env = os.environ | {"PYTHONPATH": str(tree)}
+    env = os.environ | {"PYTHONPATH": str(tree), "HOME": str(folder)}  # no drafter of another run
     where = [python, "-c", "import tlt_jax; print(tlt_jax.__file__)"]
     found = subprocess.run(where, cwd=tree, env=env, check=True, stdout=subprocess.PIPE, text=True)
     if tree.resolve() not in Path(found.stdout.strip()).resolve().parents:

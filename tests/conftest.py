@@ -26,6 +26,9 @@ PROGRAMS = "TLT_JAX_TEST_PROGRAMS"  # a folder of executables that all processes
 IS_FIRST = PROGRAMS not in os.environ
 if IS_FIRST:
     os.environ[PROGRAMS] = tempfile.mkdtemp(prefix="tlt_jax_programs_")
+HOME = ""
+if "PYTEST_XDIST_WORKER" not in os.environ:  # neither the user's caches nor drafters on the shelf
+    HOME = os.environ["HOME"] = tempfile.mkdtemp(prefix="tlt_jax_home_")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -65,12 +68,6 @@ def no_compile_cache():
 
 
 @pytest.fixture
-def home(monkeypatch, tmp_path_factory):
-    """The home folder, where the default compile cache is, is one of this session."""
-    monkeypatch.setenv("HOME", str(tmp_path_factory.getbasetemp()))
-
-
-@pytest.fixture
 def key() -> jax.Array:
     """A fixed random key."""
     return jax.random.key(0)
@@ -106,6 +103,8 @@ def pytest_runtest_logreport(report):
 def pytest_unconfigure():
     if IS_FIRST:
         shutil.rmtree(os.environ.pop(PROGRAMS), ignore_errors=True)
+    if HOME:
+        shutil.rmtree(HOME, ignore_errors=True)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -74,9 +74,6 @@ def models(tmp_path_factory):
     return folder
 
 
-pytestmark = pytest.mark.usefixtures("home")
-
-
 def run(capsys, *words: object) -> dict:
     assert generate.main([*map(str, words), "--json"]) == 0
     return json.loads(capsys.readouterr().out)

@@ -26,9 +26,6 @@ SMALL = {
 }  # fmt: skip
 
 
-pytestmark = pytest.mark.usefixtures("home")
-
-
 def test_changes_are_those_of_the_command_line():
     changes = {"rollout.temperature": 0.5, "run": "x y", "rollout.stop": ["\n"], "mesh.data": 1}
     words = [

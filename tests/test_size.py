@@ -15,12 +15,12 @@ from tlt_jax.config.schema import Config
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
 MOST = {
-    "lines of the package": 36_400,
+    "lines of the package": 37_600,
     "modules of the package": 190,
-    "lines of tests": 33_400,
+    "lines of tests": 34_400,
     "lines of benchmarks": 2_800,
     "words of pages": 28_000,
-    "knobs": 110,
+    "knobs": 111,
 }
 
 

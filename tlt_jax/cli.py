@@ -35,7 +35,7 @@ COMMANDS = {
     ),
     "drafters": Command(
         "tlt_jax.drafter",
-        "Lists the published drafters that a run can start from.",
+        "Lists the drafters that a run can start from: those that runs left, and published ones.",
     ),
     "sft": Command(
         "tlt_jax.train.sft",

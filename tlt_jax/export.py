@@ -63,14 +63,14 @@ def export(config: Config, run: Path, out: Path, step: str = "last", dtype: str 
     """
     from tlt_jax.data import dataset as datasets, prompt_format
     from tlt_jax.models import hf
-    from tlt_jax.train import run_state
+    from tlt_jax.train import run_state, setup
 
     model, mesh = run_state.sizes(config)
     chosen, params = run_state.saved_policy(config, run, step, model, mesh)
     tokenizer = datasets.tokenizer(config)
     hf.save(
         params, model, out, mesh, tokenizer, dtype or config.model.param_dtype,
-        files=prompt_format.files(config),
+        files=prompt_format.files(config) | setup.lineage_file(run),
     )  # fmt: skip
     return chosen
 
@@ -96,7 +96,7 @@ def export_adapter(
     base, tokenizer = setup.name_of_base(config, run), datasets.tokenizer(config)
     hf_adapter.save(
         adapters, chosen_lora, model, out, mesh, base, tokenizer, dtype or config.model.param_dtype,
-        prompt_format.files(config),
+        prompt_format.files(config) | setup.lineage_file(run),
     )  # fmt: skip
     return chosen
 

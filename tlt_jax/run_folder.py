@@ -26,7 +26,7 @@ from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError, DiskFull, is_disk_full
 
 LOCK, CHANGES = "lock", "changes.jsonl"
-REFERENCE, ANSWERS = "reference", "answers"
+REFERENCE, ANSWERS, START_DRAFTER = "reference", "answers", "start_drafter"
 # Folders that a run writes.
 PARTS = (
     "checkpoints",
@@ -38,6 +38,7 @@ PARTS = (
     REFERENCE,
     EXPORT,
     ANSWERS,
+    START_DRAFTER,
 )
 DRAFTER = "drafter"  # the folder of the trained drafter
 
@@ -213,6 +214,11 @@ def export(config: Config) -> Path:
 def drafter_export(config: Config) -> Path:
     """The directory of the drafter, whether trained in the run or by `train.drafter`."""
     return Path(config.run) / DRAFTER / EXPORT
+
+
+def start_drafter(config: Config) -> Path:
+    """The directory of the run's copy of the drafter that it starts from; none for a new one."""
+    return Path(config.run) / START_DRAFTER
 
 
 def of_step(step: int, command: str = "tlt_jax.train") -> dict[str, Any]:

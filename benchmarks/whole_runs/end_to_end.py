@@ -187,7 +187,15 @@ def prepare(
     args: argparse.Namespace, arms: Mapping[str, str], shared: Sequence[str]
 ) -> tuple[str, str]:
     """The directories of policy and drafter; missing ones are made in --work, a drafter only if an arm uses it."""
-    given = ["--config", args.config, "--sft.cache", "off", *shared]
+    given = [
+        "--config",
+        args.config,
+        "--sft.cache",
+        "off",
+        "--drafter_training.shelf",
+        "off",
+        *shared,
+    ]
     policy, drafter = args.policy, args.drafter
     if not policy:
         policy = str(args.work / "policy")

@@ -34,9 +34,6 @@ KNOBS = {
 LEARNED = {"speculation.drafter": "adaptive", "speculation.strategies": ["learned:2_1_3"]}
 
 
-pytestmark = pytest.mark.usefixtures("home")
-
-
 def weights(seed: int) -> architecture.Params:
     return architecture.init(MODEL, meshes.make_mesh(1, 1), jax.random.key(seed), "float32")
 

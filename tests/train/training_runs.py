@@ -56,8 +56,12 @@ KNOBS = {
 
 
 def built(values: dict[str, Any]) -> Config:
-    """The configuration with these values of knobs, the others by default, and the compiled programs of all tests."""
-    values = {"rollout.compile_cache": os.environ["TLT_JAX_TEST_PROGRAMS"]} | values
+    """The configuration with these values of knobs, the others by default, the compiled programs of all tests and no shelf."""
+    own = {
+        "rollout.compile_cache": os.environ["TLT_JAX_TEST_PROGRAMS"],
+        "drafter_training.shelf": "off",
+    }
+    values = own | values
     pairs = [(name, value if isinstance(value, str) else json.dumps(value, default=str).strip('"'))
              for name, value in values.items()]  # fmt: skip
     return configuration.build({}, pairs)

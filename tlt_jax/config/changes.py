@@ -12,7 +12,7 @@ from tlt_jax.errors import ConfigError
 # Knobs that a resumed run may always change: they affect devices, memory, speed, length and output of the run, but, apart from
 # rounding, no token and no update of a step.
 FREE = ("run", "override", "model.remat", "mesh.", "log.", "profile.", "processes.", "eval.", "checkpoint.", "speculation.",
-        "idle_training.", "drafter_training.share", "rollout.slots",
+        "idle_training.", "drafter_training.share", "drafter_training.shelf", "rollout.slots",
         "rollout.chunk", "rollout.compile_cache", "sft.cache", "reward.workers",
         "reward.environment", "train.steps", "train.epochs")  # fmt: skip
 # Knobs that a resumed run may change with --override: they affect later steps.

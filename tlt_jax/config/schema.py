@@ -399,9 +399,15 @@ class DrafterTraining:
         one_of=("eagle3", "eagle", "dflash", "dspark"),
     )
     start: str = knob(
+        AUTO,
+        "drafter to start from: auto: the best of drafter_training.shelf for the same policy, or for one that was trained from "
+        "it, else a new one, as always with rollout.deterministic; none: a new one; a directory; a hub id; hub: the published "
+        "one of model.path (`tlt drafters` lists both)",
+    )
+    shelf: str = knob(
         "",
-        "drafter to start from: a directory, a hub id, or hub: the published one of model.path (`tlt drafters` lists them); "
-        "empty: a new drafter",
+        "folder of the drafters that runs leave for later ones; empty: ~/.cache/tlt_jax/drafters; 'off': none. Beyond 16 GiB "
+        "those go that were not used for longest",
     )
     texts: str = knob(
         "",

@@ -87,7 +87,6 @@ class IdleTraining:
         self.bound, self.is_idle_used, self.seconds = bound, is_idle_used, 0.0  # of a rollout
         # Held-out acceptance of the drafter by depth, given the depths before.
         self.depths: list[float] = []  # measured in this step
-        self.known_depths: list[float] = []  # the last measurement
         self.tokens = self.wanted = (
             FIRST_TOKENS  # of a micro-step: in this step, and from the next step on
         )
@@ -304,7 +303,6 @@ class IdleTraining:
         self.failures = 0
         if seen := [one for one in trained if one.depths]:
             self.depths = np.mean([one.depths for one in seen], axis=0).tolist()
-            self.known_depths = self.depths
             self.budget = self.budget.after(self.depths[0], max(one.steps for one in seen))
             metrics["drafter/acceptance"] = self.depths[0]
         metrics |= summed([one for *_, many in parts for one in many])

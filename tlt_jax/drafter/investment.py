@@ -70,6 +70,12 @@ class Investment:
         """The JSON form for a checkpoint."""
         return asdict(self)
 
+    @property
+    def depths(self) -> list[float]:
+        """The drafter's acceptance by depth, as measured last: the mean of the newest bin; [] before the first measurement."""
+        known = self.bins or {}
+        return list(known[max(known, key=int)][1:]) if known else []
+
     def after_step(self, seconds: float) -> Investment:
         """After an RL step that took `seconds` without training and compiling."""
         known = self.step_seconds

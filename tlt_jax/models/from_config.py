@@ -11,9 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from tlt_jax import keys
+from tlt_jax import keys, run_folder
 from tlt_jax.config import Config, parse
-from tlt_jax.config.schema import ADAPTIVE, HUB, NGRAM, NONE
+from tlt_jax.config.schema import ADAPTIVE, AUTO, HUB, NGRAM, NONE
 from tlt_jax.data import adapter_files
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, ModelError
@@ -36,6 +36,7 @@ from tlt_jax.models.published import Published
 
 # The largest multiple to which vocabularies of published models are padded: Qwen2.5 has up to 399 tokens without a text.
 PADDING = 512
+NEW = ("", NONE, AUTO)  # drafter_training.start that names no drafter
 DRAFT_VOCAB = 32_000  # default draft vocabulary of a new drafter, as that of published ones
 
 
@@ -178,9 +179,10 @@ def drafter_config(config: Config, model: ModelConfig) -> DrafterConfig | None:
         return hf_drafter.read_config(path, model, longest_sequence(config, model))
     if path is None and config.speculation.drafter != ADAPTIVE:
         return None
-    if config.drafter_training.start:
-        return start_config(config, model)
-    return new_drafter_config(config, model)
+    start = start_directory(config)
+    return (
+        new_drafter_config(config, model) if start is None else start_config(config, model, start)
+    )
 
 
 def new_drafter_config(config: Config, model: ModelConfig) -> DrafterConfig:
@@ -194,13 +196,13 @@ def new_drafter_config(config: Config, model: ModelConfig) -> DrafterConfig:
 
 def check_drafter_training(config: Config) -> None:
     """Raises ConfigError when the knobs of `drafter_training` conflict."""
-    knobs = config.drafter_training
-    if knobs.vocab and (knobs.start or not drafters.KINDS[knobs.kind].can_reduce):
+    knobs, is_named = config.drafter_training, config.drafter_training.start not in NEW
+    if knobs.vocab and (is_named or not drafters.KINDS[knobs.kind].can_reduce):
         reason = f"an {knobs.kind} drafter proposes every token"
-        if knobs.start:
+        if is_named:
             reason = "the drafter of drafter_training.start has its own"
         raise ConfigError(f"drafter_training.vocab {knobs.vocab}: {reason}: set it to 0")
-    if not knobs.start:
+    if not is_named:
         check_unroll(knobs.unroll, knobs.kind)
 
 
@@ -212,19 +214,25 @@ def check_unroll(unroll: int, kind: str) -> None:
         )
 
 
-def start_config(config: Config, model: ModelConfig) -> DrafterConfig:
-    """The config of drafter_training.start. Raises ConfigError when a knob does not fit its kind."""
-    knobs = config.drafter_training
-    directory = start_directory(config)
+def start_config(config: Config, model: ModelConfig, directory: Path) -> DrafterConfig:
+    """The config of the drafter to start from. Raises ConfigError when a knob does not fit its kind."""
     drafter = hf_drafter.read_config(directory, model, longest_sequence(config, model))
-    check_unroll(knobs.unroll, drafter.kind)
+    check_unroll(config.drafter_training.unroll, drafter.kind)
     return drafter
 
 
-def start_directory(config: Config) -> Path:
-    """The directory of drafter_training.start; the drafter of a hub id, or of `hub`, is downloaded once."""
-    hub_id = hub_start(config)
-    if hub_id:
+def start_directory(config: Config) -> Path | None:
+    """The directory of the drafter to start from; None for a new one.
+
+    A run that has begun keeps its own copy. Otherwise what drafter_training.start names: the drafter of a hub id, or of
+    `hub`, is downloaded once; for `auto` a command that trains has put what it found in its place, and others find none.
+    """
+    kept = run_folder.start_drafter(config)
+    if kept.is_dir() and run_folder.has_begun(config):
+        return kept
+    if config.drafter_training.start in NEW:
+        return None
+    if hub_id := hub_start(config):
         return hf.resolve(hub_id)
     return Path(parse.expand(config.drafter_training.start, "drafter_training.start"))
 
@@ -280,8 +288,7 @@ def drafter_acceptance(config: Config) -> tuple[float, ...]:
 
 def drafter_source(config: Config) -> Path | None:
     """The directory of the run's drafter: that of speculation.drafter, or where the training of an adaptive one starts."""
-    start = config.drafter_training.start
-    if start and config.speculation.drafter == ADAPTIVE:
+    if config.speculation.drafter == ADAPTIVE:
         return start_directory(config)
     return drafter_directory(config)
 

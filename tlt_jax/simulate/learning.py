@@ -136,7 +136,7 @@ class SimulatedLearning(DrafterLearning):
         start: SimulatedDrafter,
         acceptances: Acceptances,
     ):
-        super().__init__(config, engine, steps)
+        super().__init__(config, engine, steps, has_start=start.step > 0)
         self.start, self.acceptances = start, acceptances
         self.depth = max((arm.depth for arm in engine.arms), default=1)
         engine.programs.kinds[MicroStep] = self.micro_step

@@ -19,6 +19,7 @@ from tlt_jax.data import packing
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.metrics import timeline
 from tlt_jax.metrics.run import Run, open_run
+from tlt_jax.models import from_config
 from tlt_jax.simulate.cost_table import CAPTURED, CPU, DRAFTERS, FEATURES, MEASURED, CostRow, normal
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, PLAIN, Strategy
@@ -75,7 +76,7 @@ def of_runs(folders: Sequence[Path]) -> tuple[list[CostRow], dict[str, str]]:
 def captures_features(folder: Path, config: Config) -> bool:
     """Whether the rounds of a run capture features: it is adaptive, and began with a learned drafter or drafted with one."""
     return config.speculation.drafter == ADAPTIVE and (
-        bool(config.drafter_training.start)
+        from_config.start_directory(config) is not None
         or any(
             strategies.parse(json.loads(line)["strategy"]).drafter in (LEARNED, MERGED)
             for path in folder.glob("speculation/*.jsonl")

@@ -76,7 +76,7 @@ def configured(config: Config, drafter: str, groups: int) -> Config:
     if drafter != ADAPTIVE:  # its strategies name no drafter
         trees = [one.rpartition(":")[2] for one in config.speculation.strategies]
         speculation = replace(speculation, strategies=list(dict.fromkeys(trees)))
-    start = FROZEN if config.drafter_training.start else ""
+    start = NONE if config.drafter_training.start in from_config.NEW else FROZEN
     return replace(
         config,
         speculation=speculation,
@@ -167,7 +167,7 @@ class SimulatedTrainer(Trainer):
         learned = from_config.new_drafter_config(config, model) if is_learned else None
         programs = self.simulated_programs(config)
         engine = SimulatedEngine(config, model, learned, world.groups, programs)
-        begins = bool(config.drafter_training.start) or drafter == FROZEN
+        begins = FROZEN in (config.drafter_training.start, drafter)
         start = SimulatedDrafter(int(begins), world.acceptances.pretrained if begins else 0.0)
         tuner, learning = engine.tuner.init(), None
         if drafter == ADAPTIVE:

@@ -132,11 +132,12 @@ class DrafterLearning:
     """Trains the drafter of speculation.drafter `adaptive`, and decides when the rollout starts to draft with it.
 
     `idle` trains it on data groups that have nothing left to decode, `in_update` from the packed rows of the policy's
-    update (None with drafter_training.share 0). `steps`: RL steps of the run.
+    update (None with drafter_training.share 0). `steps`: RL steps of the run. `has_start`: whether the drafter starts from
+    another one.
     """
 
-    def __init__(self, config: Config, engine: Engine, steps: int):
-        self.config, self.engine, self.steps = config, engine, steps
+    def __init__(self, config: Config, engine: Engine, steps: int, has_start: bool = False):
+        self.config, self.engine, self.steps, self.has_start = config, engine, steps, has_start
         self.recipe = idle_recipe(config, engine.model_config, engine.learned, engine.mesh)
         self.idle = IdleTraining(
             *self.copies_and_replays(),
@@ -175,7 +176,7 @@ class DrafterLearning:
         """Lets the rollout use the drafter of a state that the run starts or continues from."""
         is_used = not self.in_update or learned_drafter.is_usable(self.engine, state.tuner)
         self.engine.use_learned(state.drafter is not None and is_used)
-        has_learned = self.config.drafter_training.start or not is_untrained(state.drafter)
+        has_learned = self.has_start or not is_untrained(state.drafter)
         if self.engine.drafter and (self.in_update or has_learned):
             self.idle.activate()
 
@@ -216,7 +217,7 @@ class DrafterLearning:
         investment = investment.measured(idle.depths).learned(tokens, 0, idle.paid_seconds, False)
         if may_start and (engine.drafter or engine.job.decided(self.may_pay(tuner))):
             idle.activate()
-            if not self.config.drafter_training.start and is_untrained(drafter):
+            if not self.has_start and is_untrained(drafter):
                 drafter = self.create(rollout.completions)
         return Learned(drafter, investment, metrics | idle_metrics(rollout, groups), idle.depths)
 
@@ -275,7 +276,7 @@ class DrafterLearning:
         """Writes the drafter's directory, if there is a drafter."""
         if state.drafter:
             directory, dtype = run_folder.drafter_export(self.config), self.config.model.param_dtype
-            depths, made_from = self.idle.known_depths, run_folder.of_step(state.step)
+            depths, made_from = state.investment.depths, run_folder.of_step(state.step)
             if caveat := export(directory, dtype, self.recipe, state.drafter, depths, made_from):
                 print(caveat)
 

@@ -30,7 +30,7 @@ from tlt_jax.metrics import Writer, check_trackers
 from tlt_jax.models import from_config, hf_drafter
 from tlt_jax.models.architecture import Params
 from tlt_jax.optimizer import MAX_NONFINITE
-from tlt_jax.train import adaptive, run_state, sft
+from tlt_jax.train import adaptive, run_state, setup as setups, sft
 from tlt_jax.train.run_state import RunState
 from tlt_jax.train.setup import Setup
 
@@ -51,9 +51,9 @@ def train(config: Config) -> int:
     if config.sft.steps or not config.drafter_training.texts:
         dataset = datasets.load(config, tokenizer)
     setup, steps = Setup.of(config, tokenizer, dataset), config.drafter_training.steps
-    if config.drafter_training.start:
-        from_config.say_start(config)
-        from_config.start_config(config, setup.model)
+    setup = setups.with_start_drafter(setup)
+    if (start := from_config.start_directory(setup.config)) is not None:
+        from_config.start_config(setup.config, setup.model, start)
     if dataset:
         print(dataset.describe(), flush=True)
     digest = dataset.digest() if dataset else ""
@@ -91,6 +91,8 @@ def train(config: Config) -> int:
             made_from = of_step(step)
             if caveat := adaptive.export(directory, dtype, recipe, state, acceptance, made_from):
                 print(f"{directory}: {caveat}")
+            learned = sum(int(one.answer.size) for one in examples)
+            setups.leave(setup, directory, recipe.drafter, step, learned)
             print(f"{directory}: the drafter after {step} steps")
     return code
 
@@ -136,14 +138,15 @@ def begin(
     The draft vocabulary of a new one has the most frequent tokens of the texts.
     """
     config, model, mesh, start = setup.config, setup.model, setup.mesh, None
-    if config.drafter_training.start:
+    if (directory := from_config.start_directory(config)) is not None:
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        directory = from_config.start_directory(config)
         drafter, start = hf_drafter.load(directory, model, mesh, config.model.param_dtype, longest)
     else:
         drafter = from_config.new_drafter_config(config, model)
     recipe = recipe_of(config, model, drafter, mesh)
-    if resumed is not None:
+    if resumed is None:
+        setups.keep_start(setup, drafter, start)
+    else:
         return recipe, run_state.restore(store, run_state.abstract(resumed, drafter=recipe)).drafter
     return recipe, adaptive.create(config, recipe, start, (one.answer for one in examples))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from tlt_jax import run_folder
 from tlt_jax.checkpoint.store import Store
@@ -19,7 +20,7 @@ from tlt_jax.metrics import NoWriter, Writer
 from tlt_jax.metrics.run import open_run
 from tlt_jax.models import hf
 from tlt_jax.rewards import Scorer
-from tlt_jax.train import health, run_state, startup
+from tlt_jax.train import health, run_state, setup as setups, startup
 from tlt_jax.train.setup import frozen
 from tlt_jax.train.startup import TrainingRun
 from tlt_jax.train.step_metrics import Profiler, Stopwatch
@@ -136,6 +137,9 @@ def export(trainer: Trainer) -> None:
         return
     if run.drafter:
         run.drafter.export(state)
+        if state.drafter and run.job.is_first:
+            learned = int(state.drafter.step), int(state.investment.tokens)
+            setups.leave(run, run_folder.drafter_export(config), run.engine.learned, *learned)
     hf.save_whole(
         trainer.policy,
         run.model,
@@ -144,5 +148,5 @@ def export(trainer: Trainer) -> None:
         run.tokenizer,
         config.model.param_dtype,
         run_folder.of_step(state.step),
-        prompt_format.files(config),
+        prompt_format.files(config) | setups.lineage_file(Path(config.run)),
     )

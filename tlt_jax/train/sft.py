@@ -24,10 +24,10 @@ from tlt_jax.data import dataset as datasets, packing, prompt_format
 from tlt_jax.data.dataset import Dataset
 from tlt_jax.errors import Diverged, Interrupted
 from tlt_jax.metrics import Writer, check_trackers
-from tlt_jax.models import from_config, hf
+from tlt_jax.models import from_config, hf, shelf
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.optimizer import MAX_NONFINITE, WEIGHT_DECAY, Adam
-from tlt_jax.train import batch as batches, memory, policy_update
+from tlt_jax.train import batch as batches, memory, policy_update, setup as setups
 from tlt_jax.train.policy_update import PolicyState, Recipe
 from tlt_jax.train.setup import Setup
 
@@ -171,7 +171,7 @@ def main() -> int:
             params = warm_start(setup, writer, lambda: False)
         hf.save(
             params, setup.model, Path(out), setup.mesh, tokenizer, config.model.param_dtype,
-            files=prompt_format.files(config),
+            files=prompt_format.files(config) | {shelf.LINEAGE: {"bases": setups.bases_of(setup)}},
         )  # fmt: skip
     return 0
 

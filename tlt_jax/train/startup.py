@@ -38,6 +38,7 @@ from tlt_jax.train import (
     losses,
     memory,
     policy_update,
+    setup as setups,
     sft,
 )
 from tlt_jax.train.adaptive import DrafterLearning
@@ -98,12 +99,12 @@ def load(config: Config, job: Job) -> Setup:
 
 def make_run(setup: Setup) -> TrainingRun:
     """The run of a setup. Raises ConfigError for what the devices cannot hold."""
+    is_adaptive = setup.config.speculation.drafter == ADAPTIVE
+    if is_adaptive:
+        setup = setups.with_start_drafter(setup)
     config, model, mesh = setup.config, setup.model, setup.mesh
     steps = total_steps(config, setup.dataset)
     recipe = Recipe.of(config, model, mesh, steps)
-    is_adaptive = config.speculation.drafter == ADAPTIVE
-    if is_adaptive and setup.job.is_first:
-        from_config.say_start(config)
     drafter, drafter_params = from_config.load_drafter(config, model, mesh)
     recipe = memory.fitted(config, recipe, drafter, setup.job)
     if setup.job.is_first:
@@ -113,7 +114,8 @@ def make_run(setup: Setup) -> TrainingRun:
     stops = datasets.stop_rules(config, setup.tokenizer)
     captures_states = is_adaptive and not config.rollout.deterministic
     engine = Engine(config, model, mesh, stops, drafter, captures_states, setup.job, recipe.lora)
-    learning = DrafterLearning(config, engine, steps) if is_adaptive else None
+    has_start = drafter_params is not None
+    learning = DrafterLearning(config, engine, steps, has_start) if is_adaptive else None
     memory.preflight(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
     return TrainingRun(
         **vars(setup), steps=steps, recipe=recipe, engine=engine, drafter=learning, drafter_params=drafter_params
@@ -211,6 +213,7 @@ def new_state(
     config, model, mesh, tuner = run.config, run.model, run.mesh, run.engine.tuner
     start, lora, sft_steps = run.drafter_params, run.recipe.lora, run.config.sft.steps
     acceptance = from_config.drafter_acceptance(config)
+    setups.keep_start(run, run.engine.learned, start if run.drafter else None)
     if lora and sft_steps and from_config.adapter_directory(config):
         raise ConfigError(
             f"sft.steps {sft_steps} with the adapters of model.path {config.model.path}: a warm start trains all "
