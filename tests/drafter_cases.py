@@ -44,6 +44,10 @@ LEVELS = {
 BLOCKS = {
     "dflash": {"kind": "dflash", "block_size": 4, "num_layers": 2},
     "dflash_causal": {"kind": "dflash", "block_size": 3, "causal": True, "num_kv_heads": 4},
+    "dflash2": {"kind": "dflash2", "block_size": 4, "num_layers": 2, "markov_rank": 6, "selector_top_k": 5,
+                "conv_group_size": 4},
+    "dflash2_some": {"kind": "dflash2", "block_size": 5, "causal": True, "conv_kernel_size": 3, "num_kv_heads": 1,
+                     "selector_top_k": 3, "markov_rank": 4, "draft_vocab_size": len(IDS)},
     "dspark": {"kind": "dspark", "block_size": 4, "markov_rank": 6, "draft_vocab_size": len(IDS)},
     "dspark_whole": {"kind": "dspark", "block_size": 3, "markov_rank": 6, "mask_token_id": 5,
                      "num_kv_heads": 1, "num_layers": 3, "captures": (0, 3, 7)},
@@ -149,9 +153,9 @@ class Files:
         whole = (heads[..., :half] + 1j * heads[..., half:]) * np.exp(1j * angle)
         return np.concatenate([whole.real, whole.imag], -1)
 
-    def layer(self, at: str, x, inner, is_causal: bool):
-        """The layer's output for rows x, the last of `inner`, which the projections read; a row sees all, or no later ones."""
-        E, count, rows = self.raw["head_dim"], len(x), len(inner)
+    def attention(self, at: str, count: int, inner, is_causal: bool):
+        """Attention's result for the last rows of `inner`, which the projections read; a row sees all, or no later ones."""
+        E, rows = self.raw["head_dim"], len(inner)
         q, k, v = (
             self.linear(f"{at}self_attn.{name}_proj", inner).reshape(rows, -1, E) for name in "qkv"
         )
@@ -163,11 +167,27 @@ class Files:
         if is_causal:
             scores *= np.tri(count, rows, rows - count)
         mixed = np.einsum("hns,she->nhe", scores / scores.sum(-1, keepdims=True), v)
-        x = x + self.linear(f"{at}self_attn.o_proj", mixed.reshape(count, -1))
-        y = self.norm(f"{at}post_attention_layernorm", x)
+        return self.linear(f"{at}self_attn.o_proj", mixed.reshape(count, -1))
+
+    def mlp(self, at: str, y):
+        """The MLP's result for rows y, which are normed."""
         gate = self.linear(f"{at}mlp.gate_proj", y)
-        inner = gate / (1 + np.exp(-gate)) * self.linear(f"{at}mlp.up_proj", y)
-        return x + self.linear(f"{at}mlp.down_proj", inner)
+        return self.linear(
+            f"{at}mlp.down_proj", gate / (1 + np.exp(-gate)) * self.linear(f"{at}mlp.up_proj", y)
+        )
+
+    def convolved(self, name: str, side: int, read, y):
+        """Rows y [N, Z] of one block mixed with those before them, as the normed rows `read` say; as they are without taps."""
+        if f"{name}.base_kernel" not in self.files:
+            return y
+        base = self.files[f"{name}.base_kernel"][side]
+        more = self.linear(f"{name}.kernel_projection", read).reshape(len(y), 2, len(base), -1)
+        group = np.arange(y.shape[1]) // self.raw["dflash_config"]["conv_group_size"]
+        mixed = np.zeros_like(y)
+        for n in range(len(y)):
+            for o in range(min(n + 1, len(base))):
+                mixed[n] += (base[o] + more[n, side, o, group]) * y[n - o]
+        return mixed
 
     def enter(self, token: int, state, given: bool):
         """Residual stream and input of attention of one row of EAGLE; `given`: the state is the policy's features."""
@@ -185,7 +205,9 @@ class Files:
     def levels(self, rows):
         """Hidden states of EAGLE's rows of (token, state, given); a row attends to earlier rows and itself."""
         x, inner = map(np.stack, zip(*(self.enter(*row) for row in rows), strict=True))
-        x = self.layer("midlayer." if self.is_eagle3 else "layers.0.", x, inner, True)
+        at = "midlayer." if self.is_eagle3 else "layers.0."
+        x = x + self.attention(at, len(x), inner, True)
+        x = x + self.mlp(at, self.norm(f"{at}post_attention_layernorm", x))
         return self.norm("norm", x) if self.raw.get("norm_output") else x
 
     def logits(self, x):
@@ -198,12 +220,19 @@ class Files:
     def block(self, token: int, before):
         """Hidden states [P, Z] of the block at `token`, from the features [t, F] of the tokens before it, all at once."""
         shape, c = self.raw["dflash_config"], self.norm("hidden_norm", self.linear("fc", before))
-        x = self.embed[[token, *[shape["mask_token_id"]] * (self.raw["block_size"] - 1)]]
+        size = shape.get("block_size") or self.raw["block_size"]
+        x = self.embed[[token, *[shape["mask_token_id"]] * (size - 1)]]
         for index in range(self.raw["num_hidden_layers"]):
             at = f"layers.{index}."
-            inner = np.concatenate([c, self.norm(f"{at}input_layernorm", x)])
-            x = self.layer(at, x, inner, shape.get("causal", False))
-        return self.norm("norm", x)[int(self.raw["architectures"] == ["DFlashDraftModel"]) :]
+            one, two = f"{at}attention_conv", f"{at}mlp_conv"
+            read = self.norm(f"{at}input_layernorm", x)
+            inner = np.concatenate([c, self.convolved(one, 0, read, read)])
+            y = self.attention(at, size, inner, shape.get("causal", False))
+            x = x + self.convolved(one, 1, read, y)
+            read = self.norm(f"{at}post_attention_layernorm", x)
+            y = self.mlp(at, self.convolved(two, 0, read, read))
+            x = x + self.convolved(two, 1, read, y)
+        return self.norm("norm", x)[int(self.raw["architectures"] != ["Qwen3DSparkModel"]) :]
 
 
 @cache

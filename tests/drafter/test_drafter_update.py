@@ -33,16 +33,19 @@ ADAM = Adam(learning_rate=1e-2, total_steps=10, weight_decay=0.1)
 UNROLL = 2
 EAGLE, WHOLE, REDUCED = "eagle", "eagle3", "eagle3 reduced"
 DFLASH, DSPARK, DSPARK_REDUCED, DSPARK_BARE = "dflash", "dspark", "dspark reduced", "dspark bare"
+DFLASH2, DFLASH2_REDUCED = "dflash2", "dflash2 reduced"
 SOME, ONE = {"draft_vocab_size": len(IDS)}, {"block_size": 3, "num_layers": 1, "markov_rank": 8}
 SIZES = {
     EAGLE: {}, WHOLE: {}, REDUCED: SOME, DFLASH: {"block_size": 4}, DSPARK: ONE, DSPARK_REDUCED: ONE | SOME,
-    DSPARK_BARE: ONE | {"markov_rank": 0, "confidence": False},
+    DSPARK_BARE: ONE | {"markov_rank": 0, "confidence": False}, DFLASH2: ONE | {"selector_top_k": 4, "conv_group_size": 4},
+    DFLASH2_REDUCED: ONE | SOME | {"selector_top_k": 3, "block_size": 4},
 }  # fmt: skip
 OF_EACH_KIND = pytest.mark.parametrize(
     "kind",
     [
         *(pytest.param(kind, marks=pytest.mark.matrix) for kind in (EAGLE, DFLASH)),
         REDUCED,
+        DFLASH2_REDUCED,
         DSPARK_REDUCED,
     ],
 )
@@ -294,10 +297,10 @@ def test_stored_features_give_the_same_update_as_computed_ones(x64):
     assert_same(update(state_of(recipe), rollout, stored), expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [REDUCED, DSPARK_REDUCED])
+@pytest.mark.parametrize("kind", [REDUCED, DFLASH2_REDUCED, DSPARK_REDUCED])
 def test_only_trained_leaves_move_and_losses_fall(kind, x64, monkeypatch):
     monkeypatch.setattr(losses, "SPACING", 1)  # a block drafter has the same anchors in every step
-    recipe = recipe_of(kind, seed=int(kind == DSPARK_REDUCED))  # programs are kept by recipe
+    recipe = recipe_of(kind, seed=int(kind != REDUCED))  # programs are kept by recipe
     policy, state, before = policy_of(recipe), state_of(recipe), params_of(recipe)
     kept, found = jax.device_get(policy), []
     for _ in range(6):

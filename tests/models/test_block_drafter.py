@@ -74,13 +74,18 @@ LENGTHS = np.array([3, 7], np.int32)
 
 @pytest.mark.parametrize(
     ("case", "shape"),
-    [*((case, (1, 1)) for case in cases.BLOCKS), ("dspark", (2, 2)), ("dspark_whole", (2, 4))],
+    [
+        *((case, (1, 1)) for case in cases.BLOCKS),
+        ("dspark", (2, 2)),
+        ("dflash2", (2, 2)),
+        ("dspark_whole", (2, 4)),
+    ],
 )
 def test_a_draft_and_training_compute_what_the_reference_computes(case, shape, x64):
     tokens, features = cases.line(case, 2, 15)
     mesh = meshes.make_mesh(*shape)
     hidden, logits = drafted(case, tokens, features, LENGTHS, mesh)
-    if case in ("dflash", "dflash_causal"):
+    if cases.config(case).kind != "dspark":
         some, _ = drafted(case, tokens, features, LENGTHS, mesh, levels=2)
         np.testing.assert_allclose(some, hidden[:, :2], **EXACT)
     blocks = trained(case, tokens, features, LENGTHS[:, None], mesh=mesh)[:, 0]
@@ -103,8 +108,8 @@ ANCHORS = np.array([[5, 6, 0, 9, -1], [2, 12, 3, -1, 7]], np.int32)
 @pytest.mark.parametrize(
     ("case", "block"),
     marked([
-        ((case, block), (case, block) in (("dflash", 8), ("dflash_causal", 1), ("dspark", 512)))
-        for case in ("dflash", "dflash_causal", "dspark") for block in (512, 8, 1)
+        ((case, block), (case, block) in (("dflash", 8), ("dflash_causal", 1), ("dflash2", 8), ("dspark", 512)))
+        for case in ("dflash", "dflash_causal", "dflash2", "dspark") for block in (512, 8, 1)
     ]),
 )  # fmt: skip
 def test_a_block_sees_its_segment_before_its_anchor_and_itself(case, block, x64):
@@ -119,7 +124,7 @@ def test_a_block_sees_its_segment_before_its_anchor_and_itself(case, block, x64)
 
 
 @pytest.mark.parametrize(
-    "case", ["dspark", pytest.param("dflash_causal", marks=pytest.mark.matrix)]
+    "case", ["dspark", "dflash2_some", pytest.param("dflash_causal", marks=pytest.mark.matrix)]
 )
 def test_gradients_do_not_depend_on_the_chunks(case, x64):
     config, shared = cases.config(case), cases.shared()
@@ -157,7 +162,7 @@ def test_the_heads_of_dspark_are_linear_in_what_they_read(x64):
     embedding = block_drafter.markov_embedding(params, jnp.asarray(tokens), "float64")
     wanted = reference.files["markov_head.markov_w1.weight"][tokens]
     np.testing.assert_array_equal(embedding, wanted)
-    bias = block_drafter.markov_bias(params, embedding)
+    bias = block_drafter.markov_bias(params, embedding, jnp.asarray(hidden))
     wanted = reference.linear("markov_head.markov_w2", wanted)[..., cases.IDS]
     np.testing.assert_allclose(bias, wanted, **EXACT)
     both = np.concatenate([hidden, embedding], -1)
@@ -169,3 +174,32 @@ def test_the_heads_of_dspark_are_linear_in_what_they_read(x64):
         cases.params("dspark_bare"), jnp.asarray(tokens), "float64"
     )
     assert bare.shape == (2, 3, 0)
+
+
+@pytest.mark.parametrize("case", ["dflash2", "dflash2_some"])
+def test_a_selector_gates_the_token_before_by_the_hidden_state(case, x64):
+    """And shares among its candidates what they had, as their sums say."""
+    params, reference = cases.params(case), cases.files(case)
+    random = np.random.RandomState(3)
+    hidden, tokens = random.randn(2, 1, 16), random.randint(0, cases.VOCAB, (2, 3))
+    places = random.randint(0, len(cases.IDS), (2, 1, 4))
+    ids = np.arange(cases.VOCAB) if cases.config(case).has_full_vocab else cases.IDS
+    embedding = block_drafter.markov_embedding(params, jnp.asarray(tokens), "float64")
+    given = params, embedding, jnp.asarray(hidden)
+    names = "hidden_projection.weight", "predecessor_codebook", "successor_codebook"
+    gate, before, after = (reference.files[f"candidate_selector.{name}"] for name in names)
+    wanted = np.zeros((2, 3, len(ids)))
+    for row, node, place in np.ndindex(wanted.shape):
+        gated = before[tokens[row, node]] * (gate @ hidden[row, 0])
+        wanted[row, node, place] = gated @ after[ids[place]]
+    found = block_drafter.markov_bias(*given)[..., : len(ids)]
+    np.testing.assert_allclose(found, wanted, **EXACT)
+    found = block_drafter.markov_bias(*given, jnp.asarray(places))
+    np.testing.assert_allclose(found, np.take_along_axis(wanted, places, -1), **EXACT)
+
+    shares, bias = np.array([0.4, 0.2, 0.1]), np.array([0.5, -1.0, 3.0])
+    found = np.exp(block_drafter.selected(jnp.log(shares), jnp.asarray(bias)))
+    weights = shares * np.exp(bias)
+    np.testing.assert_allclose(found, 0.7 * weights / weights.sum(), **EXACT)
+    nothing = block_drafter.selected(jnp.full(2, -jnp.inf), jnp.zeros(2))
+    assert (nothing == -jnp.inf).all()

@@ -44,6 +44,9 @@ def test_defaults_follow_the_policy():
     assert (config.captures, config.mask_token_id) == ((2, 3, 4, 5), 36)
     config = drafters.for_policy(policy, "dflash")
     assert (config.depth, config.markov_rank, config.confidence) == (7, 0, False)
+    config = drafters.for_policy(policy, "dflash2")
+    found = config.depth, config.markov_rank, config.selector_top_k, config.conv_kernel_size
+    assert (*found, config.conv_group_size) == (7, 16, 16, 2, 16)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +65,7 @@ def test_defaults_by_size(default, known):
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("medusa", {}, "kind 'medusa' is unknown: use eagle, eagle3, dflash, dspark"),
+        ("medusa", {}, "kind 'medusa' is unknown: use eagle, eagle3, dflash, dflash2, dspark"),
         ("eagle", {"fc_norm": True}, "fc_norm True: not for a drafter of kind eagle"),
         ("eagle3", {"fc_bias": True}, "fc_bias True"),
         ("eagle3", {"qkv_bias": True}, "qkv_bias True"),
@@ -78,6 +81,10 @@ def test_defaults_by_size(default, known):
         ("eagle", {"vocab_size": 36, "draft_vocab_size": 36}, "vocab_size 36 is not the policy's 37"),
         ("dflash", {"markov_rank": 4}, "markov_rank 4: not for a drafter of kind dflash"),
         ("dflash", {"block_size": 1}, "block_size 1: a dflash drafter needs at least 2"),
+        ("dflash2", {"selector_top_k": 0, "conv_kernel_size": 0}, "selector_top_k 0, conv_kernel_size 0: a dflash2"),
+        ("dflash2", {"conv_group_size": 3}, "conv_group_size 3 does not divide hidden_size 16"),
+        ("dflash2", {"confidence": True}, "confidence True: not for a drafter of kind dflash2"),
+        ("dspark", {"conv_kernel_size": 2}, "conv_kernel_size 2: not for a drafter of kind dspark"),
         ("dspark", {"block_size": 0}, "block_size 0: a dspark drafter needs at least 1"),
         ("dspark", {"mask_token_id": 37}, "mask_token_id 37 is not within 0..36"),
         ("dspark", {"captures": (-1, 3)}, "rising depth, from 0 on"),

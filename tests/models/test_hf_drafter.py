@@ -109,6 +109,7 @@ def test_a_round_trip_keeps_every_bit(case, dtype, mesh, tmp_path):
         ({"kind": "eagle", "family": "llama", "qkv_bias": False}, None),
         ({"kind": "eagle3"}, None),
         (cases.CASES["dflash"], None),
+        (cases.CASES["dflash2"], None),
         (cases.CASES["dspark_whole"], None),
         (cases.CASES["dspark"], "whole vocabulary"),
         (cases.CASES["dspark_bare"], "Markov head only"),
@@ -240,6 +241,16 @@ def test_layer_ids_are_read_in_both_conventions(outputs, counts, captures):
     assert hf_drafter.read_captures(raw, cases.policy()) == captures
 
 
+NESTED = {
+    "block_size": 4,
+    "mask_token_id": 36,
+    "target_layer_ids": [1, 2, 3, 4],
+    "conv_kernel_size": 2,
+    "conv_group_size": 4,
+}
+SELECTOR = {"selector_rank": 6, "selector_top_k": 5}
+
+
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
@@ -280,6 +291,12 @@ def test_layer_ids_are_read_in_both_conventions(outputs, counts, captures):
         ("dflash", {"draft_vocab_size": 8}, "draft_vocab_size 8: a block drafter with an LM head of its own"),
         ("dflash", {"markov_rank": 4}, "markov_rank 4: not for a drafter of kind dflash"),
         ("dflash", {"num_hidden_layers": 3}, "missing layers.2.input_layernorm.weight"),
+        ("dflash2", {"dflash_config": NESTED}, "config.json lacks selector_rank, in dflash_config"),
+        ("dflash2", {"markov_rank": 6}, "names markov_rank: unknown here"),
+        ("dflash2", {"dflash_config": NESTED | SELECTOR | {"selector_top_k": 0}}, "selector_top_k 0: a dflash2 drafter"),
+        ("dflash2", {"dflash_config": NESTED | SELECTOR | {"output_multiplier": 0.5}}, "names output_multiplier: unknown here"),
+        ("dflash2", {"dflash_config": NESTED | SELECTOR | {"selector_rank": 7}}, "hidden_projection.weight has shape"),
+        ("dflash2", {"dflash_config": NESTED | SELECTOR | {"causal": True}}, "is_causal False, but causal True"),
         ("dspark", {"markov_head_type": "gated"}, "markov_head_type 'gated' is not supported, only 'vanilla'"),
         ("dspark", {"confidence_head_with_markov": False}, "confidence_head_with_markov False with markov_rank 6"),
         ("dspark", {"tlt_draft_vocab_size": 9}, "the draft vocabulary has 8 tokens, draft_vocab_size says 9"),
@@ -330,6 +347,8 @@ def test_a_config_that_does_not_fit_is_refused_by_name(case, changes, message, w
         ("dflash", {"d2t": np.arange(8)}, "unknown d2t"),
         ("dspark", {"markov_head.markov_w2.weight": None}, "missing markov_head.markov_w2.weight"),
         ("dspark", {"markov_head.gate_proj.weight": np.zeros((6, 22), np.float32)}, "unknown markov_head.gate_proj"),
+        ("dflash2", {"candidate_selector.predecessor_codebook": None}, "missing candidate_selector.predecessor_codebook"),
+        ("dflash2", {"layers.1.mlp_conv.base_kernel": np.zeros((2, 3, 16), np.float32)}, "base_kernel has shape"),
         ("dspark", {"t2d": None}, "the draft vocabulary has 0 tokens"),
     ],
 )  # fmt: skip

@@ -21,7 +21,8 @@ IN_LAYER = (
 POLICY = (".embed", *(f".layers.{name}" for name in IN_LAYER), ".final_norm", ".head")
 DRAFTER = (
     ".fuse", ".fuse_bias", ".feature_norms", ".hidden_norm", *(f".layers.{name}" for name in IN_LAYER),
-    ".final_norm", ".markov_in", ".markov_out", ".confidence", ".confidence_bias", ".head", ".ids",
+    ".attention_conv.taps", ".attention_conv.change", ".mlp_conv.taps", ".mlp_conv.change", ".final_norm", ".markov_gate",
+    ".markov_in", ".markov_out", ".confidence", ".confidence_bias", ".head", ".ids",
 )  # fmt: skip
 
 
@@ -40,8 +41,12 @@ def expected(params, order, key, std, vocab, padded, ids=None):
             return jnp.asarray(ids)
         if "norm" in name:
             return jnp.ones(shape, dtype)
-        if "bias" in name or name in (".markov_out", ".confidence"):
+        if "bias" in name or name in (".markov_out", ".confidence") or name.endswith("change"):
             return jnp.zeros(shape, dtype)
+        if name.endswith("taps"):
+            return jnp.zeros(shape, dtype).at[:, :, 0].set(1)
+        if name == ".markov_gate":
+            return jax.random.uniform(key, shape, dtype, -(shape[1] ** -0.5), shape[1] ** -0.5)
         drawn = std * jax.random.normal(key, shape, dtype)
         return (
             jnp.where(jnp.arange(shape[0])[:, None] < vocab, drawn, 0) if name in padded else drawn
@@ -84,6 +89,7 @@ def test_each_weight_of_a_new_policy_has_its_part_of_the_key(case, shape, dtype,
         ("eagle_bias", (2, 2), "bfloat16"),
         ("eagle3", (2, 2), "float32"),
         ("dspark", (2, 2), "float32"),
+        ("dflash2", (2, 2), "float32"),
         pytest.param("eagle3_plain", (1, 1), "bfloat16", marks=pytest.mark.matrix),
     ],
 )

@@ -54,6 +54,11 @@ def children(case: str, hidden, token: int) -> dict[int, float]:
     ids = np.arange(cases.VOCAB) if own.has_full_vocab else cases.IDS
     logits, sure = np.asarray(cases.shared().head)[ids] @ hidden, 0.0
     before = params.markov_in[token] if own.markov_rank else np.zeros(0)
+    if own.selector_top_k:
+        best = np.argsort(-logits)[: own.selector_top_k]
+        paths = logits[best] + params.markov_out[best] @ (before * (params.markov_gate @ hidden))
+        shared = np.log(np.exp(log_softmax(logits)[best]).sum())
+        return dict(zip(ids[best].tolist(), (log_softmax(paths) + shared).tolist(), strict=True))
     if own.markov_rank:
         logits = logits + params.markov_out[: len(ids)] @ before
     if own.confidence:
@@ -63,7 +68,15 @@ def children(case: str, hidden, token: int) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("case", "model"), [("dflash", 1), ("dspark", 2), ("dspark_whole", 1), ("dspark_bare", 1)]
+    ("case", "model"),
+    [
+        ("dflash", 1),
+        ("dflash2", 2),
+        ("dflash2_some", 1),
+        ("dspark", 2),
+        ("dspark_whole", 1),
+        ("dspark_bare", 1),
+    ],
 )
 def test_candidates_and_their_scores_are_those_of_the_equations(case, model, x64):
     tokens, features = cases.line(case, len(LENGTHS), 15)

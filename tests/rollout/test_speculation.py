@@ -50,6 +50,7 @@ KINDS = {
     },
     "dflash": {"kind": "dflash", "block_size": 4},
     "causal": {"kind": "dflash", "block_size": 5, "causal": True, "captures": (0, 2)},
+    "dflash2": {"kind": "dflash2", "block_size": 5, "selector_top_k": 6},
     "dspark": {"kind": "dspark", "block_size": 3},
     "embedding": {"kind": "dspark", "block_size": 3, "captures": (0, 1)},
     "block of some ids": {"kind": "dspark", "block_size": 4, "draft_vocab_size": len(IDS)},
@@ -81,8 +82,8 @@ def trained() -> drafters.DrafterParams:
 
 
 def filled(dtype, path, leaf):
-    """The heads of block drafters, which are zeros at first, are random too; the same on every mesh."""
-    if not any(part in jax.tree_util.keystr(path) for part in ("markov", "confidence")):
+    """What of block drafters changes nothing at first is random too; the same on every mesh."""
+    if not any(part in jax.tree_util.keystr(path) for part in ("markov", "confidence", "conv")):
         return leaf
     random = np.random.RandomState(3)
     rows = random.randn(64, *leaf.shape[1:])[: leaf.shape[0]] if leaf.ndim else random.randn()
@@ -140,7 +141,7 @@ GATE = [  # every mesh, kind of drafter and sampling
     ("none", NO, 2, 2, 0, 16, tiny.COLD), ("none", NO, 4, 1, 1, 16, tiny.NUCLEUS), ("none", NO, 4, 2, 5, 3, tiny.PLAIN),
     ("eagle", WIDE, 1, 1, 5, 16, tiny.COLD), ("eagle3", MANY, 1, 2, 5, 3, tiny.PLAIN),
     ("some ids", ONE, 1, 2, 0, 16, MILD), ("ngram", ONE, 2, 1, 0, 3, tiny.PLAIN), ("ngram", WIDE, 1, 2, 0, 1, tiny.GREEDY),
-    ("causal", ONE, 2, 1, 5, 3, tiny.PLAIN), ("dspark", WIDE, 2, 2, 5, 3, tiny.GREEDY),
+    ("causal", ONE, 2, 1, 5, 3, tiny.PLAIN), ("dspark", WIDE, 2, 2, 5, 3, tiny.GREEDY), ("dflash2", MANY, 2, 2, 5, 3, MILD),
     ("block of some ids", ["4_4_16"], 1, 2, 5, 3, tiny.NUCLEUS),
 ]  # fmt: skip
 MATRIX = [
@@ -155,7 +156,8 @@ MATRIX = [
     ("ngram", MANY, 1, 1, 0, 16, tiny.NUCLEUS), ("ngram", ONE, 1, 2, 5, 3, tiny.COLD), ("ngram", MANY, 1, 1, 5, 3, MILD),
     ("dflash", WIDE, 1, 1, 5, 3, tiny.PLAIN), ("dflash", ONE, 2, 1, 5, 3, tiny.GREEDY), ("dflash", MANY, 1, 2, 5, 3, tiny.COLD),
     ("causal", MANY, 2, 1, 5, 3, tiny.PLAIN), ("causal", ["4_1_5"], 1, 1, 5, 3, tiny.NUCLEUS),
-    ("dspark", MANY, 1, 1, 5, 3, tiny.GREEDY),
+    ("dspark", MANY, 1, 1, 5, 3, tiny.GREEDY), ("dflash2", WIDE, 1, 1, 5, 3, tiny.GREEDY),
+    ("dflash2", ["4_1_5"], 1, 2, 5, 3, tiny.NUCLEUS), ("dflash2", ONE, 2, 1, 5, 3, tiny.PLAIN),
     ("dspark", WIDE, 2, 2, 5, 3, tiny.PLAIN), ("dspark", ONE, 1, 1, 5, 3, MILD),
     ("block of some ids", WIDE, 1, 1, 5, 3, tiny.PLAIN), ("block of some ids", ONE, 2, 1, 5, 3, tiny.COLD),
 ]  # fmt: skip

@@ -37,7 +37,11 @@ SMALL = ((3, 4), (2, 2))  # of catching up: the prompts take several steps of bo
         ("dspark", SMALL),
         *(
             pytest.param(kind, blocks, marks=pytest.mark.matrix)
-            for kind, blocks in (("eagle3", SMALL), ("dflash", tree_drafter.BLOCKS))
+            for kind, blocks in (
+                ("eagle3", SMALL),
+                ("dflash", tree_drafter.BLOCKS),
+                ("dflash2", SMALL),
+            )
         ),
     ],
 )

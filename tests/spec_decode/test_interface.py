@@ -89,7 +89,7 @@ def trace(decoder: Decoder, weights: Weights, host_context=()) -> set[str]:
     return seen
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dspark"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash2", "dspark"])
 def test_the_policy_and_a_learned_drafter_keep_to_the_signatures(kind):
     decoder, weights = rounds.tiny(drafter_cases.policy(), kind, "float32", RULES, TREE)
     assert trace(decoder, weights) == LEARNED

@@ -77,7 +77,7 @@ def levels(coupling: Coupling, strategy, temperature, ids=None, guess=TABLE, wid
 
 def block(
     coupling, strategy, temperature, ids=None, has_bias=True, has_confidence=True, unrolls=False,
-    context=None, **changes,
+    context=None, top=0, **changes,
 ) -> DraftTree:  # fmt: skip
     """The trees of a block whose hidden states are constants; it checks the roots and lengths that it gets."""
 
@@ -85,9 +85,10 @@ def block(
         right = (roots == ROOTS) & (lengths == jnp.array([len(prefix) - 1 for prefix in PREFIXES]))
         return jnp.where(right[:, None, None], jnp.asarray(HIDDEN)[:, :levels], jnp.nan)
 
-    def bias(params, embedding):
+    def bias(params, embedding, hidden, places=None):
         found = embedding @ jnp.asarray(BIAS)
-        return found if params.ids is None else found[..., params.ids]
+        found = found if params.ids is None else found[..., params.ids]
+        return found if places is None else jnp.take_along_axis(found, places, -1)
 
     def logits(params, config, shared, hidden, fused):
         return hidden @ jnp.asarray(HEAD if ids is None else HEAD[ids]).T
@@ -102,8 +103,15 @@ def block(
         ),
     }
     policy = ModelConfig("qwen3", V, 8, 2, 1, 1, 8, 8, 64, qk_norm=True)
-    heads = {"markov_rank": 4 if has_bias else 0, "confidence": has_confidence}
-    config = drafters.for_policy(policy, "dspark", block_size=DEPTH, **heads)
+    heads = {"markov_rank": 4 if has_bias else 0, "confidence": has_confidence, "block_size": DEPTH}
+    if top:
+        heads = {"selector_top_k": top, "block_size": DEPTH + 1}
+    config = drafters.for_policy(
+        policy,
+        "dflash2" if top else "dspark",
+        draft_vocab_size=V if ids is None else len(ids),
+        **heads,
+    )
     group = meshes.data_group(meshes.make_mesh(1, 1), 0)
     drafter = tree_drafter.learned_drafter(
         config, SimpleNamespace(unrolls=unrolls, choose=None), Fused.of(group), "float64", coupling,
@@ -136,8 +144,11 @@ def block_logits(row: int, path: tuple[int, ...], has_bias=True, has_confidence=
     return HEAD @ hidden + (BIAS[before] if has_bias else 0), sure
 
 
-def grown(logits_after, row: int, coupling, strategy, temperature, ids=None):
-    """The best paths below the root with their scores and ranks, by growing every level from its k best."""
+def grown(logits_after, row: int, coupling, strategy, temperature, ids=None, top=0):
+    """The best paths below the root with their scores and ranks, by growing every level from its k best.
+
+    `top`: of a selector, which shares among the best so many what they have, by BIAS.
+    """
     key = jnp.asarray(sequence_keys(0, 0, 0, np.array([row])))
     positions = len(PREFIXES[row]) + jnp.arange(DEPTH, dtype=jnp.int32)[None]
     ahead = np.asarray(noise.gumbel(key, positions, V, jnp.float64))[0]
@@ -151,6 +162,15 @@ def grown(logits_after, row: int, coupling, strategy, temperature, ids=None):
             if temperature:
                 value = value + coupling.strength * ahead[level][ids]
             value = log_softmax(coupling.sharpness * value) + sure
+            if top:
+                best, before = (
+                    np.argsort(-value)[: max(top, strategy.topk)],
+                    path[-1] if path else PREFIXES[row][-1],
+                )
+                more = coupling.sharpness / (temperature or 1.0) * BIAS[before][ids[best]]
+                found_here = log_softmax(value[best] + more) + np.log(np.exp(value[best]).sum())
+                value = np.full(len(value), -np.inf)
+                value[best] = found_here
             for place, index in enumerate(np.argsort(-value, kind="stable")[: strategy.topk]):
                 here.append(((*path, int(ids[index])), score + value[index], max(rank, place)))
         found += here
@@ -200,6 +220,24 @@ def test_trees_of_a_block_are_those_of_plain_loops(
     assert_is_that_of_loops(tree, lambda row, path: block_logits(row, path, *heads), *rule)
 
 
+@pytest.mark.parametrize("unrolls", [False, True])
+@pytest.mark.parametrize(("strategy", "coupling", "temperature", "ids", "top"), [
+    (Strategy(4, 3, 12), Coupling(0.75, 2.0), 1.0, None, 5), (Strategy(5, 2, 9), Coupling(0.5), 0.0, None, 3),
+    (Strategy(3, 2, 6), Coupling(0.75), 0.6, SOME, 4), (Strategy(3, 3, 9), Coupling(0.0), 1.0, SOME, 9),
+    (Strategy(2, 4, 12), Coupling(0.75), 1.0, None, 2),
+])  # fmt: skip
+def test_trees_of_a_selector_are_those_of_plain_loops(
+    strategy, coupling, temperature, ids, top, unrolls
+):
+    """With more siblings than candidates, all siblings are candidates; with more candidates than tokens, all tokens."""
+    tree = block(coupling, strategy, temperature, ids, unrolls=unrolls, top=top)
+
+    def after(row, path):
+        return block_logits(row, path, False, False)
+
+    assert_is_that_of_loops(tree, after, coupling, strategy, temperature, ids, top)
+
+
 def test_what_is_not_finite_becomes_no_node():
     table = TABLE.copy()
     table[:, 4] = np.nan  # the logit of token 4 is NaN after every token: no child is finite
@@ -210,6 +248,7 @@ def test_what_is_not_finite_becomes_no_node():
         {"confidence": lambda params, hidden, _: jnp.full(hidden.shape[:2], jnp.nan)},
     ):
         trees.append(block(*rule, **broken))
+    trees.append(block(*rule, top=3, markov_bias=lambda *given: jnp.full((3, 1, 3), jnp.nan)))
     for tree in trees:
         assert (tree.tokens[:, 1:] == ABSENT).all() and (tree.parents == 0).all()
     logits = jnp.array([[[1.0, jnp.nan, 3.0]], [[0.0, jnp.inf, 1.0]]])

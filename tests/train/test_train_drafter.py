@@ -135,7 +135,9 @@ def text_file(path: Path, rows: list[dict]) -> Path:
 # Training
 
 
-@pytest.mark.parametrize(("kind", "least", "depths"), [("eagle3", 0.96, 2), ("dspark", 0.85, 4)])
+@pytest.mark.parametrize(
+    ("kind", "least", "depths"), [("eagle3", 0.96, 2), ("dspark", 0.85, 4), ("dflash2", 0.85, 3)]
+)
 def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(
     kind, least, depths, whole, configure, tmp_path, capsys, monkeypatch
 ):

@@ -212,7 +212,7 @@ class Speculation:
 
     drafter: str = knob(
         ADAPTIVE,
-        "none | ngram: prompt lookup | directory of an EAGLE, EAGLE-3, DFlash or DSpark drafter | adaptive: n-grams, and the "
+        "none | ngram: prompt lookup | directory of a drafter of a kind of drafter_training.kind | adaptive: n-grams, and the "
         "drafter of `drafter_training`, which the run trains; only for training runs",
     )
     tuner: str = knob(
@@ -395,8 +395,8 @@ class DrafterTraining:
 
     kind: str = knob(
         "eagle3",
-        "architecture of a new drafter: eagle3 and eagle draft one level a pass, dflash and dspark all levels in one",
-        one_of=("eagle3", "eagle", "dflash", "dspark"),
+        "architecture of a new drafter: eagle3 and eagle draft one level a pass, dflash, dflash2 and dspark all levels in one",
+        one_of=("eagle3", "eagle", "dflash", "dflash2", "dspark"),
     )
     start: str = knob(
         AUTO,
@@ -440,7 +440,7 @@ class DrafterTraining:
     )
     vocab: int = knob(
         0,
-        "draft vocabulary of a new eagle3, dflash or dspark drafter: the most frequent tokens; 0: all, at most 32000",
+        "draft vocabulary of a new drafter, except eagle's: the most frequent tokens; 0: all, at most 32000",
         at_least=0,
     )
 

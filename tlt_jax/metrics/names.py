@@ -155,10 +155,11 @@ ROWS = [
     # drafter training
     ("drafter/loss", "loss of the drafter, all draft steps or positions of a block"),
     ("drafter/token_loss",
-     "cross-entropy per token: of eagle and eagle3 to the policy, first step; of dflash and dspark to the texts, a block"),
+     "cross-entropy per token: of eagle and eagle3 to the policy, first step; of block drafters to the texts, a block"),
     ("drafter/feature_loss", "smooth-L1 distance to the policy's features, first draft step; only eagle"),
     ("drafter/variation",
-     "L1 distance of the drafter's distribution and the policy's, all positions of a block; only dflash and dspark"),
+     "L1 distance of the drafter's distribution and the policy's, all positions of a block; only block drafters"),
+    ("drafter/selector_loss", "cross-entropy of dflash2's selector over its candidates and the text's token"),
     ("drafter/confidence_loss", "cross-entropy of dspark's confidence to the acceptance probability"),
     ("drafter/agreement@{k}", "share of tokens where drafter and policy have the same likeliest, draft token k"),
     ("drafter/acceptance@{k}", "mean of sum min(policy, drafter) over the vocabulary, draft token k given the text before it"),
@@ -195,7 +196,7 @@ HOLES = {
     "{k}": r"\d+",
     "{statistic}": "min|mean|max",
     "{term}": r"[\w.:/<>-]+",
-    "{drafter}": "eagle3?|dflash|dspark|ngram|learned|merged",
+    "{drafter}": "eagle3?|dflash2?|dspark|ngram|learned|merged",
     "{phase}": r"\w+",
 }
 

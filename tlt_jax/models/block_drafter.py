@@ -5,6 +5,10 @@ positions t, ..., t + B - 1: the embeddings of the anchor, then of the mask toke
 matrices, keys and values are those of c_s for all s < t and of the block's own hidden states; so slot s of the cache holds
 the keys and values of c_s. Output j predicts token t + 1 + j, for j = 0, ..., P - 1 (DFlash, arXiv 2602.06036, section 3;
 DSpark, arXiv 2607.05147).
+
+DFlash 2 (inco.ai/blog/dflash2) convolves the block's hidden states with a few taps along the block, before and after every
+sublayer; the c_s are not convolved. Hidden states and the greedy path were those of z-lab's package dflash 0.1.0 for a
+directory that is written here; no published file was tried.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from tlt_jax.kernels import cache_rows, tree_attention
 from tlt_jax.kernels.fused import Fused
@@ -25,16 +29,24 @@ from tlt_jax.models import drafter as drafters, kv_cache, layers as ops
 from tlt_jax.models.architecture import Layer
 from tlt_jax.models.decoder_layer import (
     attention_heads,
-    finish,
     finish_nodes,
+    gated,
     heads,
     keys_values,
     node_angles,
+    node_heads,
     packed_angles,
     rotated,
     tree_layer,
 )
-from tlt_jax.models.drafter import DrafterConfig, DrafterParams, Shared, cast, gathered
+from tlt_jax.models.drafter import (
+    Convolution,
+    DrafterConfig,
+    DrafterParams,
+    Shared,
+    cast,
+    gathered,
+)
 from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.shapes import shaped
 
@@ -129,7 +141,7 @@ def draft_block(
     """Normed hidden states of the first P = `levels` outputs of a block for each row, whose anchor is token roots[b].
 
     The anchor's position is lengths[b]; the block sees the first lengths[b] slots of the cache. The last layer has the
-    queries of these outputs only; a causal block, nothing after them. `params`: "rollout" layout.
+    queries of these outputs only, unless it convolves; a causal block has nothing after them. `params`: "rollout" layout.
     """
     B, outputs = roots.shape[0], slice(config.skipped, config.skipped + levels)
     N = outputs.stop if config.causal else config.block_size
@@ -138,6 +150,10 @@ def draft_block(
     angles = node_angles(config.layers, lengths[:, None] + jnp.arange(N), x.dtype)
     seen = jnp.ones((N, N), bool)
     seen = jnp.broadcast_to(jnp.tril(seen) if config.causal else seen, (B, N, N))
+    if config.conv_kernel_size:
+        x = convolved_layers(params, config, x, angles, seen, cache, lengths, fused)
+        x = ops.rms_norm(x, params.final_norm, config.layers.rms_eps, 0)
+        return jax.lax.optimization_barrier(x.T).reshape(B, N, -1)[:, outputs]
     last, *kept = params.layers[-1], cache.keys[-1], cache.values[-1]
     normed = arrivals = None
     for layer, following, keys, values in zip(
@@ -159,6 +175,92 @@ def draft_block(
     return jax.lax.optimization_barrier(x.T).reshape(B, levels, -1)
 
 
+def convolved_layers(
+    params: DrafterParams,
+    config: DrafterConfig,
+    x: Float[Array, "Z BN"],
+    angles: tuple[Float[Array, "half BN"], Float[Array, "half BN"]],
+    seen: Bool[Array, "B N N"],
+    cache: KVCache,
+    lengths: Int[Array, " B"],
+    fused: Fused | None,
+) -> Float[Array, "Z BN"]:
+    """The output of all layers of DFlash 2 for the queries of `draft_block`."""
+    (B, N), inner, arrivals = seen.shape[:2], config.layers, None
+    convs = zip(params.attention_conv, params.mlp_conv, strict=True)
+    columns = zip(params.layers, convs, cache.keys, cache.values, strict=True)
+    for layer, (conv, mlp_conv), keys, values in columns:
+        with jax.named_scope("layer/attention"):
+            y, change = before(conv, config, x, layer.attention_norm, N, 0)
+            q, k, v = node_heads(layer, inner, (), (), y, angles, B, fused)
+            attended, arrivals = tree_attention.attend(
+                q, k, v, seen, keys, values, lengths, cache.slots_last, fused, arrivals
+            )
+            y = ops.project(ops.by_feature(attended), layer.o, layer.o_bias, 0)
+            x = x + after(conv, y, change, N, 0)
+        with jax.named_scope("layer/mlp"):
+            y, change = before(mlp_conv, config, x, layer.mlp_norm, N, 0)
+            y = ops.project(gated(layer, y, 0), layer.down, layer.down_bias, 0)
+            x = x + after(mlp_conv, y, change, N, 0)
+    return x
+
+
+def before(
+    conv: Convolution | None,
+    config: DrafterConfig,
+    x: Float[Array, "*A N Z"],
+    norm: Float[Array, " Z"],
+    N: int,
+    axis: int,
+) -> tuple[Float[Array, "*A N Z"], Float[Array, "k ..."] | None]:
+    """What a sublayer reads, normed and then convolved along the N positions, and the changes of the taps after it.
+
+    For axis 0, x is [Z, B N]. None: no convolution.
+    """
+    y = ops.rms_norm(x, norm, config.layers.rms_eps, axis)
+    if conv is None:
+        return y, None
+    change = conv.change.reshape(2, config.conv_kernel_size, -1, conv.change.shape[-1])
+    change = ops.project(y, change, None, axis)
+    change = change if axis == 0 else jnp.moveaxis(change, (-3, -2), (0, 1))
+    return convolve(y, conv.taps[0], change[0], N, axis), change[1]
+
+
+def after(
+    conv: Convolution | None,
+    y: Float[Array, "*A N Z"],
+    change: Float[Array, "k ..."] | None,
+    N: int,
+    axis: int,
+) -> Float[Array, "*A N Z"]:
+    """A sublayer's result y, convolved as `before` says."""
+    return y if conv is None else convolve(y, conv.taps[1], change, N, axis)
+
+
+@jax.named_scope("convolution")
+def convolve(
+    x: Float[Array, "*A N Z"],
+    taps: Float[Array, "k Z"],
+    change: Float[Array, "k *A N g"],
+    N: int,
+    axis: int,
+) -> Float[Array, "*A N Z"]:
+    """Sum over o of (taps[o] + change[o]) x_{n - o} for each position n of a block, whose x is 0 before its first position.
+
+    Z / g neighbouring features share a change. For axis 0, x is [Z, B N] and change [k, g, B N].
+    """
+    flat, total = x, 0.0
+    if axis == 0:
+        x = x.reshape(len(x), -1, N)
+        taps, change = taps[..., None, None], change.reshape(*change.shape[:2], -1, N)
+    at, size = (-1 if axis == 0 else -2) % x.ndim, x.shape[axis] // change.shape[1:][axis]
+    for o, (tap, more) in enumerate(zip(taps, change, strict=True)):
+        moved = jnp.pad(x, [(o * (i == at), 0) for i in range(x.ndim)])
+        moved = jax.lax.slice_in_dim(moved, 0, N, axis=at)
+        total += (tap + jnp.repeat(more, size, axis)) * moved
+    return total.reshape(flat.shape)
+
+
 @shaped
 def markov_embedding(
     params: DrafterParams, tokens: Int[Array, "*batch"], dtype: DTypeLike
@@ -172,10 +274,35 @@ def markov_embedding(
 @jax.named_scope("drafter/markov")
 @shaped
 def markov_bias(
-    params: DrafterParams, embedding: Float[Array, "*batch r"]
+    params: DrafterParams,
+    embedding: Float[Array, "*batch r"],
+    hidden: Float[Array, "... Z"],
+    places: Int[Array, "B 1 c"] | None = None,
 ) -> Float[Array, "*batch U"]:
-    """What the Markov head adds to `logits`, in at least float32; 0 at padding. For drafters with that head only."""
-    return contract("...r,vr->...v", embedding, params.markov_out.astype(embedding.dtype))
+    """What the Markov head adds to `logits`, in at least float32; 0 at padding. For drafters with that head only.
+
+    Of a selector, the hidden state gates the embedding. `places`: of logits, for every row; the result is of these [B, w, c].
+    """
+    if params.markov_gate is not None:
+        embedding = embedding * ops.project(
+            hidden, params.markov_gate.astype(hidden.dtype), None, -1
+        )
+    rows = params.markov_out.astype(embedding.dtype)
+    if places is None:
+        return contract("...r,vr->...v", embedding, rows)
+    return contract("bwr,bcr->bwc", embedding, rows[places[:, 0]])
+
+
+@shaped
+def selected(logits: Float[Array, "... c"], bias: Float[Array, "... c"]) -> Float[Array, "... c"]:
+    """Log-weights of the candidates of a path selector: they share what they had together by the softmax of both sums.
+
+    So the probability of all other tokens stays as it was. -inf where it is undefined.
+    """
+    both = logits + bias
+    mass = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    found = both - jax.nn.logsumexp(both, axis=-1, keepdims=True) + mass
+    return jnp.where(jnp.isnan(found), -jnp.inf, found)
 
 
 @shaped
@@ -225,16 +352,25 @@ def forward_blocks(
     c = rows(context(params, config, rows(features), -1))
 
     @jax.checkpoint
-    def advance(x: Array, layer: Layer) -> tuple[Array, None]:
-        y = ops.rms_norm(x, layer.attention_norm, config.layers.rms_eps)
+    def advance(
+        x: Array, given: tuple[Layer, Convolution | None, Convolution | None]
+    ) -> tuple[Array, None]:
+        layer, conv, mlp_conv = given
+        y, change = before(conv, config, x, layer.attention_norm, N, -1)
         q, k, v = heads(layer, config.layers, y, *angles, -1)
         q = q.reshape(*k.shape[:4], -1, config.layers.head_dim)
         past = keys_values(layer, config.layers, c, *past_angles, -1)
         attended = attend_blocks(q, k, v, anchors, *past, segments, config.causal, block)
-        return rows(finish(layer, config.layers, x, attended.reshape(*x.shape[:3], -1), -1)), None
+        with jax.named_scope("attention"):
+            y = ops.project(attended.reshape(*x.shape[:3], -1), layer.o, layer.o_bias, -1)
+            x = x + after(conv, y, change, N, -1)
+        with jax.named_scope("mlp"):
+            y, change = before(mlp_conv, config, x, layer.mlp_norm, N, -1)
+            y = ops.project(gated(layer, y, -1), layer.down, layer.down_bias, -1)
+            return rows(x + after(mlp_conv, y, change, N, -1)), None
 
     x = rows(shared.embed[queries].astype(features.dtype))
-    x, _ = jax.lax.scan(advance, x, params.layers)
+    x, _ = jax.lax.scan(advance, x, (params.layers, params.attention_conv, params.mlp_conv))
     x = ops.rms_norm(x, params.final_norm, config.layers.rms_eps)
     return x[:, :, config.skipped :]
 

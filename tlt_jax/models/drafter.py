@@ -4,6 +4,8 @@
 "eagle3"  EAGLE-3 (arXiv 2503.01840): reads hidden states of several depths, and has an LM head, which may cover a part of
           the vocabulary; `fc_norm` and `norm_output` are the changes of EAGLE-3.1 (arXiv 2605.09992).
 "dflash"  DFlash (arXiv 2602.06036): predicts the tokens at all masked positions of a block in one forward pass.
+"dflash2" DFlash 2 (inco.ai/blog/dflash2, August 2026): DFlash with a convolution along the block before and after every
+          sublayer, and a path selector: the most likely tokens of a position are ordered anew, each by the token before it.
 "dspark"  DSpark (arXiv 2607.05147): predicts the token after each position of a block, the anchor's included, and has two
           more heads: a Markov head, which adds a bias of low rank by the token before, and a confidence head.
 
@@ -14,6 +16,7 @@ engines load no other form.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -113,6 +116,16 @@ def new_dspark(policy: ModelConfig) -> dict[str, Any]:
     return new_block(policy) | {"markov_rank": default_rank(policy.hidden_size), "confidence": True}
 
 
+def new_dflash2(policy: ModelConfig) -> dict[str, Any]:
+    """The published sizes, where they fit the policy."""
+    width = policy.hidden_size
+    return new_block(policy) | {
+        "markov_rank": default_rank(width), "selector_top_k": min(16, policy.vocab_size), "conv_kernel_size": 2,
+        "conv_group_size": math.gcd(width, 16),
+    }  # fmt: skip
+
+
+SELECTOR = ("markov_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
 BLOCK, QWEN3 = ("block_size", "mask_token_id", "causal"), ("qwen3",)
 KINDS = {
     "eagle": Kind(
@@ -124,6 +137,7 @@ KINDS = {
     ),
     "eagle3": Kind(("fc_norm", "norm_output"), new_eagle3, ("llama",), 1, has_head=True),
     "dflash": Kind(BLOCK, new_block, QWEN3, 0, is_block=True, skipped=1),
+    "dflash2": Kind((*BLOCK, *SELECTOR), new_dflash2, QWEN3, 0, is_block=True, skipped=1),
     "dspark": Kind((*BLOCK, "markov_rank", "confidence"), new_dspark, QWEN3, 0, is_block=True),
 }
 
@@ -137,7 +151,9 @@ class DrafterConfig:
     propose, `layers.vocab_size` for all. Other fields are for some kinds only. `block_size`: B, the queries of a forward
     pass: the anchor token, and B - 1 times the token `mask_token_id`. `causal`: a position of a block does not see the later
     ones (JetSpec). `markov_rank` 0: no Markov head. The confidence head reads the hidden state, and the Markov embedding if
-    there is one. Raises ValueError, naming the values, when fields contradict each other.
+    there is one. Of dflash2: the selector, a Markov head whose embedding is gated by the hidden state, orders the
+    `selector_top_k` most likely tokens; convolutions have `conv_kernel_size` taps, whose changes by the input are shared by
+    `conv_group_size` features. Raises ValueError, naming the values, when fields contradict each other.
     """
 
     kind: str  # of KINDS
@@ -153,6 +169,9 @@ class DrafterConfig:
     causal: bool = False
     markov_rank: int = 0
     confidence: bool = False
+    selector_top_k: int = 0
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
 
     def __post_init__(self):
         kind, size = kind_of(self.kind), self.layers.vocab_size
@@ -163,6 +182,11 @@ class DrafterConfig:
         named, read = ", ".join(f"{name} {value}" for name, value in foreign.items()), self.captures
         rising = all(a < b for a, b in zip(read, read[1:], strict=False))
         reads_normed, first = kind.first_capture == NORMED, kind.first_capture
+        wanted = SELECTOR if "selector_top_k" in kind.fields else ()
+        lacking = ", ".join(
+            f"{name} {getattr(self, name)}" for name in wanted if getattr(self, name) < 1
+        )
+        group, width = self.conv_group_size, self.layers.hidden_size
         rules = (
             (foreign, f"{named}: not for a drafter of kind {self.kind}"),
             (reads_normed and read != (NORMED,),
@@ -177,6 +201,8 @@ class DrafterConfig:
              f"block_size {self.block_size}: a {self.kind} drafter needs at least {kind.skipped + 1}"),
             (kind.is_block and not 0 <= self.mask_token_id < size,
              f"mask_token_id {self.mask_token_id} is not within 0..{size - 1}, the policy's"),
+            (lacking, f"{lacking}: a {self.kind} drafter needs at least 1"),
+            (group and width % group, f"conv_group_size {group} does not divide hidden_size {width}"),
         )  # fmt: skip
         for holds, message in rules:
             if holds:
@@ -270,6 +296,17 @@ def check_policy(config: DrafterConfig, policy: ModelConfig) -> None:
 
 
 @struct.dataclass
+class Convolution:
+    """Of one sublayer of a layer, or of all layers stacked on a leading axis L: k taps before it [0], and after it [1].
+
+    `change` maps what the sublayer reads, normed, to n = 2 k Z / conv_group_size changes of the taps.
+    """
+
+    taps: Float[Array, "*L 2 k Z"]
+    change: Float[Array, "*L n Z"]
+
+
+@struct.dataclass
 class DrafterParams:
     """A drafter, in the "train" or the "rollout" layout; None: absent.
 
@@ -279,7 +316,8 @@ class DrafterParams:
     of the token embedding. `layers` of block drafters: as those of Params.
 
     `head`: of eagle3, and in the rollout of block drafters with a draft vocabulary the rows of the policy's head at `ids`.
-    `markov_in` has a row for every token of the policy, `markov_out` one for each of the U logits. `context_kv`, in the
+    `markov_in` has a row for every token of the policy, `markov_out` one for each of the U logits; `markov_gate`, of dflash2,
+    maps a hidden state to what the embedding is multiplied by. `context_kv`, in the
     rollout of block drafters only: the layers' key and value matrices, for one product over all layers. `ids`: the token of
     each logit, ascending; None when they are the policy's, padding included. `ids` are not trained: `params.replace(ids=None)`
     has trainable leaves only.
@@ -290,7 +328,10 @@ class DrafterParams:
     feature_norms: Float[Array, "C Z"] | None
     hidden_norm: Float[Array, " Z"] | None
     layers: Layer | tuple[JoinedLayer, ...]
+    attention_conv: Convolution | tuple[Convolution, ...] | None
+    mlp_conv: Convolution | tuple[Convolution, ...] | None
     final_norm: Float[Array, " Z"] | None
+    markov_gate: Float[Array, "r Z"] | None
     markov_in: Float[Array, "V r"] | None
     markov_out: Float[Array, "U r"] | None
     confidence: Float[Array, " C"] | None
@@ -324,6 +365,7 @@ def weights(
     kv = (layers.num_layers, 2, rollout_kv_heads(layers, model_axis), layers.head_dim, Z)
     has_head = not config.reads_policy_head or (is_bound and config.copies_head)
     is_eagle, drafted = config.kind == "eagle", num_rows if is_whole else None
+    conv = convolutions_of(config, layout)
 
     def one(exists: Any, shape: tuple[int, ...], *rest: Any) -> Weight | None:
         return Weight(shape, *rest) if exists else None
@@ -334,7 +376,10 @@ def weights(
         feature_norms=one(config.fc_norm, (len(config.captures), Z), (None, None), "ones"),
         hidden_norm=one(not is_eagle, (Z,), (None,), "ones"),
         layers=layers_of(config, model_axis, layout),
+        attention_conv=conv,
+        mlp_conv=conv,
         final_norm=one(not is_eagle, (Z,), (None,), "ones"),
+        markov_gate=one(config.selector_top_k, (rank, Z), (None, "embed"), "kaiming"),
         markov_in=one(rank, (padded, rank), ("vocab", "embed"), "normal", num_rows),
         # Zero, so that a new drafter begins as one without these heads.
         markov_out=one(rank, (U, rank), axes, "zeros", drafted),
@@ -361,6 +406,19 @@ def layers_of(config: DrafterConfig, model_axis: int, layout: str) -> Any:
     return layer.replace(
         **{name: replace(old, shape=(old.shape[0], wide)) for name, old in olds.items()}
     )
+
+
+def convolutions_of(config: DrafterConfig, layout: str) -> Any:
+    """A Weight for every array of the convolutions around one sublayer, as DrafterParams has them; new ones change nothing."""
+    taps, L, Z = config.conv_kernel_size, config.layers.num_layers, config.layers.hidden_size
+    if not taps:
+        return None
+    lead, axes = ((L,), (None,)) if layout == "train" else ((), ())
+    conv = Convolution(
+        taps=Weight((*lead, 2, taps, Z), (*axes, None, None, None), "identity"),
+        change=Weight((*lead, 2 * taps * Z // config.conv_group_size, Z), (*axes, None, "embed"), "zeros"),
+    )  # fmt: skip
+    return conv if layout == "train" else (conv,) * L
 
 
 def vocab_axis(config: DrafterConfig, mesh: Mesh) -> str | None:
@@ -422,11 +480,20 @@ def to_rollout(
     def heads(matrix: Array) -> Array:
         return matrix.reshape(-1, sizes.head_dim, matrix.shape[-1])
 
+    def apart(conv: Convolution | None) -> tuple[Convolution, ...] | None:
+        indices = range(sizes.num_layers)
+        return conv and tuple(jax.tree.map(lambda leaf: leaf[i], conv) for i in indices)  # noqa: B023
+
     if config.is_block:
         layers = [unstack(index) for index in range(sizes.num_layers)]
         context_kv = jnp.stack([jnp.stack([heads(one.k), heads(one.v)]) for one in layers])
         joined = tuple(join(layer, sizes) for layer in layers)
-        rollout = params.replace(layers=joined, context_kv=context_kv)
+        rollout = params.replace(
+            layers=joined,
+            attention_conv=apart(params.attention_conv),
+            mlp_conv=apart(params.mlp_conv),
+            context_kv=context_kv,
+        )
     else:
         rollout = params.replace(layers=repeat_kv(params.layers, sizes, model_axis))
     return jax.lax.with_sharding_constraint(

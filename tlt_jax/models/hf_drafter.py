@@ -1,7 +1,7 @@
 """Drafter directories of Hugging Face, as other programs read them: config.json, tensors and what is accepted.
 
-EAGLE in the format of SGLang and vLLM; block drafters in that of z-lab (DFlash) and DeepSpec (DSpark), which vLLM reads. A
-kind has one row in FORMATS.
+EAGLE in the format of SGLang and vLLM; block drafters in that of z-lab (DFlash, DFlash 2) and DeepSpec (DSpark), which vLLM
+reads. A kind has one row in FORMATS.
 
 The embedding, and the head of drafters without their own, are the policy's: they are neither written nor read. A draft
 vocabulary of eagle3 is `d2t`, offsets, and `t2d`; of block drafters `t2d` alone, and the Markov head's rows of other tokens are
@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import reduce
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,9 +46,20 @@ READ = {
     "partial_rotary_factor", "use_sliding_window", "layer_types",
 }  # fmt: skip
 READ_EAGLE = {"bias", "fc_bias", "mlp_bias", "fc_norm", "norm_output", "eagle_config"}
+READ_MARKOV = {
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+}
 READ_BLOCK = {
-    "block_size", "num_target_layers", "dflash_config", "mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type",
-    "enable_confidence_head", "confidence_head_with_markov", "num_anchors", DRAFT_VOCAB,
+    "block_size", "num_target_layers", "dflash_config", "mask_token_id", "target_layer_ids", "num_anchors", "is_causal",
+    DRAFT_VOCAB, *READ_MARKOV,
+}  # fmt: skip
+# Keys of DFlash 2, and fields of DrafterConfig.
+DFLASH2 = {
+    "conv_kernel_size": "conv_kernel_size", "conv_group_size": "conv_group_size", "selector_rank": "markov_rank",
+    "selector_top_k": "selector_top_k",
 }  # fmt: skip
 HARMLESS = {
     "_name_or_path", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id", "max_window_layers",
@@ -156,7 +168,7 @@ def read_block(raw: Mapping[str, Any], policy: ModelConfig, family: str) -> dict
     nested = dict(raw.get("dflash_config") or {})
     mask, ids = (agreed(raw, nested, name) for name in ("mask_token_id", "target_layer_ids"))
     size = agreed(raw, nested, "block_size")
-    causal = nested.pop("causal", None)
+    causal, flag = nested.pop("causal", None), raw.get("is_causal")
     unknown = sorted(name for name, value in nested.items() if value not in (None, False))
     names = f"dflash_config names {', '.join(unknown)}"
     refuse((unknown, f"{names}: unknown here, and it may change the network"))
@@ -165,6 +177,8 @@ def read_block(raw: Mapping[str, Any], policy: ModelConfig, family: str) -> dict
     rank, sure = raw.get("markov_rank") or 0, bool(raw.get("enable_confidence_head"))
     reads = raw.get("confidence_head_with_markov")
     refuse(
+        (None not in (causal, flag) and bool(causal) != bool(flag),
+         f"is_causal {flag}, but causal {causal} in dflash_config: keep the right one"),
         (counts not in (None, [one + 1 for one in ids]),
          f"{LAYER_IDS} {counts}, but target_layer_ids {ids}, which count from 0: keep the right ones"),
         (rank and of_head != "vanilla", f"markov_head_type {of_head!r} is not supported, only 'vanilla'"),
@@ -172,9 +186,16 @@ def read_block(raw: Mapping[str, Any], policy: ModelConfig, family: str) -> dict
          "head that reads the Markov head, if there is one, is supported"),
     )  # fmt: skip
     return {
-        "captures": tuple(one + 1 for one in ids), "block_size": size, "mask_token_id": mask, "causal": bool(causal),
-        "markov_rank": rank, "confidence": sure,
+        "captures": tuple(one + 1 for one in ids), "block_size": size, "mask_token_id": mask,
+        "causal": bool(causal or flag), "markov_rank": rank, "confidence": sure,
     } | ({"draft_vocab_size": raw[DRAFT_VOCAB]} if raw.get(DRAFT_VOCAB) else {})  # fmt: skip
+
+
+def read_dflash2(raw: Mapping[str, Any], policy: ModelConfig, family: str) -> dict[str, Any]:
+    """`Format.read` of DFlash 2."""
+    nested = dict(raw.get("dflash_config") or {})
+    own = {field: agreed(raw, nested, name) for name, field in DFLASH2.items()}
+    return read_block(dict(raw) | {"dflash_config": nested}, policy, family) | own
 
 
 def check_layer_ids(name: str, ids: Any) -> None:
@@ -272,6 +293,14 @@ def write_dflash(config: DrafterConfig) -> dict[str, Any]:
     }
 
 
+def write_dflash2(config: DrafterConfig) -> dict[str, Any]:
+    """`Format.write` of DFlash 2; z-lab's has all numbers in dflash_config."""
+    raw = write_dflash(config)
+    raw["dflash_config"] |= {name: getattr(config, field) for name, field in DFLASH2.items()}
+    raw["dflash_config"]["block_size"] = raw.pop("block_size")
+    return raw | {"is_causal": config.causal}
+
+
 def write_dspark(config: DrafterConfig) -> dict[str, Any]:
     """`Format.write` of DSpark."""
     raw = write_dflash(config)
@@ -315,6 +344,17 @@ BLOCK_TENSORS = (
     ("layers", "layers.{}."),
     ("ids", "t2d"),
 )
+DFLASH2_TENSORS = (
+    *BLOCK_TENSORS[:3],
+    ("attention_conv.taps", "layers.{}.attention_conv.base_kernel"),
+    ("attention_conv.change", "layers.{}.attention_conv.kernel_projection.weight"),
+    ("mlp_conv.taps", "layers.{}.mlp_conv.base_kernel"),
+    ("mlp_conv.change", "layers.{}.mlp_conv.kernel_projection.weight"),
+    ("markov_gate", "candidate_selector.hidden_projection.weight"),
+    ("markov_in", "candidate_selector.predecessor_codebook"),
+    ("markov_out", "candidate_selector.successor_codebook"),
+    *BLOCK_TENSORS[-2:],
+)
 FORMATS = {
     "eagle3": Format(
         # The second name: vLLM's class, which AngelSlim's checkpoints have.
@@ -331,6 +371,9 @@ FORMATS = {
     ),
     "dflash": Format(  # the second name: vLLM before 0.20
         {"DFlashDraftModel": "qwen3", "Qwen3DFlashDraftModel": "qwen3"}, READ_BLOCK, read_block, write_dflash, BLOCK_TENSORS
+    ),
+    "dflash2": Format(
+        {"DFlash2DraftModel": "qwen3"}, READ_BLOCK - READ_MARKOV | {*DFLASH2}, read_dflash2, write_dflash2, DFLASH2_TENSORS
     ),
     # DeepSpec, also its DFlash: no Markov head and no confidence head.
     "dspark": Format({"Qwen3DSparkModel": "qwen3"}, READ_BLOCK, read_block, write_dspark, BLOCK_TENSORS),
@@ -359,7 +402,7 @@ def tensors(config: DrafterConfig) -> Iterator[hf.Tensor]:
     Z, rank = config.layers.hidden_size, config.markov_rank
     heads = {"markov_out": (V, rank), "confidence": (1, Z + rank), "confidence_bias": (1,)}
     for leaf, name in FORMATS[config.kind].tensors:
-        weight = getattr(spec, leaf)
+        weight = reduce(lambda part, field: part and getattr(part, field), leaf.split("."), spec)
         if leaf == "ids":
             is_offset = name == "d2t"
             yield hf.Tensor(name, (U if is_offset else V,), leaf, None, "int64" if is_offset else "bool")  # fmt: skip

@@ -20,11 +20,11 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class Weight:
-    """Shape, logical axes and initializer (normal | ones | zeros | kaiming | ids) of one weight.
+    """Shape, logical axes and initializer (normal | ones | zeros | kaiming | identity | ids) of one weight.
 
     "kaiming": uniform between -1 / sqrt(width) and 1 / sqrt(width), as torch starts a Linear; width: of the last axis.
-
-    "ids" are token ids: int32 whatever the dtype of the network, and passed to `init`.
+    "identity", of taps [..., k, width]: the first is 1, others are 0. "ids" are token ids: int32 whatever the dtype of the
+    network, and passed to `init`.
     """
 
     shape: tuple[int, ...]
@@ -85,6 +85,8 @@ def initializer(
         if weight.init == "kaiming":
             bound = weight.shape[-1] ** -0.5
             return jax.random.uniform(key, weight.shape, dtype, -bound, bound)
+        if weight.init == "identity":
+            return jnp.zeros(weight.shape, dtype).at[..., 0, :].set(1)
         if weight.init != "normal":
             return jnp.full(weight.shape, {"ones": 1, "zeros": 0}[weight.init], dtype)
         drawn = std * jax.random.normal(key, weight.shape, dtype)

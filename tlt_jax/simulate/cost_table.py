@@ -56,7 +56,7 @@ CPU = "cpu"  # the fact `device` of a table of CPU devices
 FEATURES, CAPTURED = "features", "captured"
 FIXED = 0.05  # prior share of a call's seconds that does not grow with its tokens
 APART = 0.25  # standard error of log seconds of a call that is unlike the only row of its program
-DRAFTERS = ("ngram", "eagle", "eagle3", "dflash", "dspark")
+DRAFTERS = ("ngram", "eagle", "eagle3", "dflash", "dflash2", "dspark")
 # Priors of attention: of a node, in seconds of a token; of what does not grow with the tokens, in those of the mean tokens.
 NODE, LAUNCH = 0.1, 0.2
 

@@ -34,8 +34,8 @@ BLOCKS = ((16, 64), (4, 16))
 
 # Tokens of the children of w nodes, and their log-probabilities given the parents.
 Children = tuple[Int32[Array, "B w k"], Float[Array, "B w k"]]
-# (logits [B, w, U] of w nodes, level of the children) -> their children
-Score = Callable[[Array, Any], Children]
+# (logits [B, w, U] of w nodes, level of the children, `bias_at` of score_children or None) -> their children
+Score = Callable[[Array, Any, Callable[[Array], Array] | None], Children]
 Given = tuple[DrafterParams, DrafterConfig, Shared]  # the first arguments of a network's functions
 
 
@@ -101,7 +101,9 @@ def learned_drafter(
         strategy: Strategy,
         temperature: float,
     ) -> Candidates:
-        def score(logits: Array, level: int | Array) -> Children:
+        def score(
+            logits: Array, level: int | Array, bias_at: Callable[[Array], Array] | None = None
+        ) -> Children:
             """With the noise, if read, by which the target chooses among the children of this level."""
             ids, ahead, noise = weights.drafter.ids, context.ahead, None
             if ahead is not None:
@@ -110,7 +112,8 @@ def learned_drafter(
                 noise = ahead.values.at[where].get(mode="promise_in_bounds")
             return score_children(
                 logits, noise, ids, coupling=coupling, temperature=temperature or 1.0,
-                k=strategy.topk, mesh=mesh, in_one_pass=target.choose is not None,
+                k=strategy.topk, mesh=mesh, in_one_pass=target.choose is not None, bias_at=bias_at,
+                candidates=min(config.selector_top_k, config.draft_vocab_size),
             )  # fmt: skip
 
         expand = expand_by_block if config.is_block else expand_by_level
@@ -277,9 +280,9 @@ def expand_by_block(
 ) -> Candidates:
     """All candidates of a round by a network that drafts all levels in one pass.
 
-    Logits of a level are the same for all nodes, apart from a bias by the parent's token (DSpark, arXiv 2607.05147). The
-    confidence of a level scales the scores of its nodes. Raises ValueError when the strategy is deeper than the network
-    drafts.
+    Logits of a level are the same for all nodes, apart from a bias by the parent's token (DSpark, arXiv 2607.05147); a path
+    selector adds it to the most likely tokens only. The confidence of a level scales the scores of its nodes. Raises
+    ValueError when the strategy is deeper than the network drafts.
     """
     (params, config, _), k, depth = given, strategy.topk, strategy.depth
     if depth > config.depth:
@@ -299,10 +302,13 @@ def expand_by_block(
     ) -> Children:
         """The children, at this level, of nodes with these tokens."""
         embedding = partial(network.markov_embedding, params, tokens, hidden.dtype)
-        if config.markov_rank:
-            logits = logits + network.markov_bias(params, embedding())
+        bias_at = None
+        if config.selector_top_k:
+            bias_at = partial(network.markov_bias, params, embedding(), hidden)
+        elif config.markov_rank:
+            logits = logits + network.markov_bias(params, embedding(), hidden)
         shape = (*tokens.shape, k)
-        found, scores = (jnp.broadcast_to(part, shape) for part in score(logits, level))
+        found, scores = (jnp.broadcast_to(part, shape) for part in score(logits, level, bias_at))
         if config.confidence:
             wide = jnp.broadcast_to(hidden, (*tokens.shape, hidden.shape[-1]))
             sure = jax.nn.log_sigmoid(network.confidence(params, wide, embedding()))[:, :, None]
@@ -363,7 +369,7 @@ def expand_tree(
 
 @shaped
 def score_children(
-    logits: Float[Array, "B w U"],
+    logits: Float[Array, "B v U"],
     noise: Float[Array, "B 1 U"] | None,
     ids: Int32[Array, " U"] | None,
     *,
@@ -372,29 +378,40 @@ def score_children(
     k: int,
     mesh: Mesh | None = None,
     in_one_pass: bool = False,
+    bias_at: Callable[[Array], Array] | None = None,
+    candidates: int = 0,
 ) -> Children:
-    """Tokens of the k best children of w nodes, and their log-probabilities given the parent.
+    """Tokens of the k best children of w nodes, and their log-probabilities given the parent; v is w, or 1 with `bias_at`.
 
     The model: given the noise G, a target that differs from the drafter by a random error chooses v with probability
     softmax(sharpness * (log q + strength * G)). Children with values that are not finite score -inf. `ids`: token ids of
     the draft vocabulary; None: 0, 1, ... `mesh`: of the data group, over which they may lie. `in_one_pass`: for GPUs, where
     kernels cost more than their arithmetic.
+
+    `bias_at`, of a path selector: from the places [B, 1, c] of the best c = max(k, candidates), which all nodes of a row have
+    in common, to what it adds to log q of each node's [B, w, c]. They are found with the noise, and share what they had:
+    published programs, which know no noise, find them without it, and give no other token any probability.
     """
+    most = k if bias_at is None else max(k, candidates)
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if in_one_pass:  # the first log_softmax below shifts the second
         value = wide / temperature + (0 if noise is None else coupling.strength * noise)
-        best, places, total = topk_with_logsumexp(coupling.sharpness * value, k, mesh)
+        best, places, total = topk_with_logsumexp(coupling.sharpness * value, most, mesh)
         value = best - total[..., None]
         scores = jnp.where(jnp.isnan(value), -jnp.inf, jnp.minimum(value, 0))
-        return (places if ids is None else ids[places]).astype(jnp.int32), scores
+    else:
+        value = jax.nn.log_softmax(wide / temperature, axis=-1)
+        if noise is not None:
+            value = value + coupling.strength * noise
+        value = jax.nn.log_softmax(coupling.sharpness * value, axis=-1)
+        value = jnp.where(jnp.isnan(value), -jnp.inf, jnp.minimum(value, 0))
+        scores, places = top_k(value, most, mesh)
 
-    value = jax.nn.log_softmax(wide / temperature, axis=-1)
-    if noise is not None:
-        value = value + coupling.strength * noise
-    value = jax.nn.log_softmax(coupling.sharpness * value, axis=-1)
-    value = jnp.where(jnp.isnan(value), -jnp.inf, jnp.minimum(value, 0))
-
-    scores, places = top_k(value, k, mesh)
+    if bias_at is not None:
+        bias = coupling.sharpness / temperature * bias_at(places).astype(scores.dtype)
+        scores = jnp.minimum(block_drafter.selected(scores, bias), 0)
+        scores, found = jax.lax.top_k(scores, k)
+        places = jnp.take_along_axis(jnp.broadcast_to(places, (*found.shape[:2], most)), found, -1)
     return (places if ids is None else ids[places]).astype(jnp.int32), scores
 
 
