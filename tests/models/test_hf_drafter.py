@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -390,6 +391,31 @@ def test_block_drafters_that_other_programs_write_are_read(written, mesh):
     )  # fmt: skip
     assert load(folder, mesh)[0] == cases.config("dspark_bare")
     assert load(written("dspark_whole", dflash_config="absent"), mesh)[0].captures == (0, 3, 7)
+
+
+def test_a_sliding_window_as_long_as_the_sequences_is_read(written, mesh):
+    """As published for DFlash 2: layers with a window see all, and are causal unless is_causal says otherwise."""
+    window = {
+        "layer_types": ["sliding_attention"] * 2,
+        "sliding_window": 20,
+        "use_sliding_window": True,
+    }
+    for is_causal in (False, None):
+        folder = written("dflash2", is_causal=is_causal, **window)
+        config, params = load(folder, mesh, positions=20)
+        sizes = dataclasses.replace(cases.config("dflash2").layers, max_positions=20)
+        wanted = cases.config("dflash2", causal=is_causal is None)
+        assert config == dataclasses.replace(wanted, layers=sizes)
+        jax.tree.map(
+            np.testing.assert_array_equal, params, cases.params("dflash2", "float32", mesh)
+        )
+    long = "sliding_window 20 is below the 21 positions of a sequence: lower rollout lengths$"
+    with pytest.raises(ModelError, match=long):
+        load(folder, mesh, positions=21)
+    window |= {"layer_types": ["sliding_attention", "full_attention"]}
+    assert not load(written("dflash2", **window), mesh)[0].causal
+    with pytest.raises(ModelError, match="with and without sliding_attention, and no is_causal"):
+        load(written("dflash2", is_causal="absent", **window), mesh)
 
 
 def test_a_mask_embedding_of_its_own_is_refused(written, mesh):

@@ -82,9 +82,11 @@ def read_config(directory: str | Path, policy: ModelConfig, positions: int = 0) 
     except ValueError as error:
         raise ModelError(f"drafter {directory}: {error}") from error
     if config.layers.max_positions < positions:
+        is_windowed = config.is_block and windows(raw)
+        limit = "sliding_window" if is_windowed else "max_position_embeddings"
         raise ModelError(
-            f"drafter {directory}: max_position_embeddings {config.layers.max_positions} is below the {positions} positions "
-            "of a sequence: lower rollout lengths, or raise it if the drafter was trained that far"
+            f"drafter {directory}: {limit} {config.layers.max_positions} is below the {positions} positions of a sequence: "
+            f"lower rollout lengths{'' if is_windowed else ', or raise it if the drafter was trained that far'}"
         )
     return config
 
@@ -106,7 +108,11 @@ def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
         )
     refuse_unknown(raw, READ | FORMATS[kind].keys)
     own = FORMATS[kind].read(raw, policy, family)
-    layers = replace(from_hf_config(dict(raw) | {"model_type": family}), tied=False, eos_ids=())
+    sizes = dict(raw) | {"model_type": family}
+    if is_block and windows(raw):  # a window as long as the sequences is none
+        most = min(raw["sliding_window"], raw.get("max_position_embeddings", raw["sliding_window"]))
+        sizes |= {"layer_types": None, "use_sliding_window": None, "max_position_embeddings": most}
+    layers = replace(from_hf_config(sizes), tied=False, eos_ids=())
     config = DrafterConfig(
         kind, layers, policy.num_layers, **{"draft_vocab_size": layers.vocab_size} | own
     )
@@ -153,6 +159,11 @@ def level_fields(raw: Mapping[str, Any], biases: Sequence[str]) -> dict[str, Any
     return flags | {"captures": (NORMED,), "fc_bias": bool(raw.get("fc_bias") or raw.get("bias"))}
 
 
+def windows(raw: Mapping[str, Any]) -> bool:
+    """Whether a block drafter has layers with a sliding window of a known size."""
+    return "sliding_attention" in (raw.get("layer_types") or ()) and bool(raw.get("sliding_window"))
+
+
 def read_block(raw: Mapping[str, Any], policy: ModelConfig, family: str) -> dict[str, Any]:
     """`Format.read` of block drafters."""
     named, depth = raw.get("model_type", "qwen3"), raw.get("num_target_layers")
@@ -168,7 +179,10 @@ def read_block(raw: Mapping[str, Any], policy: ModelConfig, family: str) -> dict
     nested = dict(raw.get("dflash_config") or {})
     mask, ids = (agreed(raw, nested, name) for name in ("mask_token_id", "target_layer_ids"))
     size = agreed(raw, nested, "block_size")
+    # z-lab's layers with a window are causal unless is_causal says otherwise.
     causal, flag = nested.pop("causal", None), raw.get("is_causal")
+    unsaid = causal is None and flag is None and windows(raw)
+    flag = unsaid or flag
     unknown = sorted(name for name, value in nested.items() if value not in (None, False))
     names = f"dflash_config names {', '.join(unknown)}"
     refuse((unknown, f"{names}: unknown here, and it may change the network"))
@@ -177,6 +191,8 @@ def read_block(raw: Mapping[str, Any], policy: ModelConfig, family: str) -> dict
     rank, sure = raw.get("markov_rank") or 0, bool(raw.get("enable_confidence_head"))
     reads = raw.get("confidence_head_with_markov")
     refuse(
+        (unsaid and {*raw["layer_types"]} != {"sliding_attention"},
+         "layer_types with and without sliding_attention, and no is_causal: write it"),
         (None not in (causal, flag) and bool(causal) != bool(flag),
          f"is_causal {flag}, but causal {causal} in dflash_config: keep the right one"),
         (counts not in (None, [one + 1 for one in ids]),
