@@ -160,3 +160,10 @@ def test_adapters_are_known_by_themselves_and_their_base(tmp_path):
     save_file({"a": np.zeros((2, 4), "f4")}, adapters / "adapter_model.safetensors")
     digests.append(shelf.weights_digest(adapters))
     assert len(set(digests)) == 4
+
+
+def test_a_damaged_lineage_is_left_out_with_a_line(tmp_path, caplog):
+    assert shelf.lineage(tmp_path) == ()
+    for number, text in enumerate(("{", '{"bases": [1]}', '{"bases": "x"}'), 1):
+        (tmp_path / shelf.LINEAGE).write_text(text)
+        assert shelf.lineage(tmp_path) == () and len(caplog.messages) == number

@@ -17,6 +17,7 @@ from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.distributed.job import Job
 from tlt_jax.drafter import __main__ as drafters_command
+from tlt_jax.inference import engine
 from tlt_jax.models import from_config, hf_drafter, shelf
 from tlt_jax.train import drafter as drafter_command, loop, setup as setups
 from tlt_jax.train.setup import Setup
@@ -195,3 +196,15 @@ def test_other_commands_know_the_drafter_of_a_run_that_began_from_the_shelf(firs
     config = having(first, run=str(run), drafter_training__kind="dflash")
     model = from_config.model_config(config, datasets.tokenizer(config))
     assert from_config.drafter_config(config, model).kind == "eagle3"
+
+
+def test_an_engine_begins_anew_whatever_is_in_the_folder_of_a_run(first, tmp_path):
+    """The knob `run` of an engine means nothing."""
+    run = tmp_path / "run"
+    shutil.copytree(first.run, run)
+    shutil.copytree(entry_of(first), run / run_folder.START_DRAFTER)
+    config = having(
+        first, run=str(run), model__path=str(run_folder.export(first)), speculation__tuner="fixed"
+    )
+    with engine.opened(config) as opened:
+        assert opened.fixed_drafter is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from tlt_jax.config import Config, load, parse, validate
-from tlt_jax.config.schema import ADAPTIVE, Rollout
+from tlt_jax.config.schema import ADAPTIVE, AUTO, NONE, Rollout
 from tlt_jax.data import dataset as datasets, packing, prompt_format
 from tlt_jax.data.packing import Example, PackedRows
 from tlt_jax.data.prompt_format import Given, Prompt
@@ -388,9 +388,13 @@ def opened(
 ) -> RolloutModel:
     """The engine of model.path, or of a given model, in the processes of a job. Raises UserError.
 
+    It has no run folder that could keep a choice: with drafter_training.start auto a drafter begins anew.
+
     Without a job: in those that jax.distributed has joined, or that are joined now as the training command joins them.
     """
     validate.validate_shapes(config)
+    if config.drafter_training.start == AUTO:
+        config = replace(config, drafter_training=replace(config.drafter_training, start=NONE))
     job, tokenizer = job or jobs.of_caller(config), None
     if config.model.tokenizer:
         tokenizer = datasets.tokenizer(config)

@@ -227,10 +227,12 @@ def start_directory(config: Config) -> Path | None:
     A run that has begun keeps its own copy. Otherwise what drafter_training.start names: the drafter of a hub id, or of
     `hub`, is downloaded once; for `auto` a command that trains has put what it found in its place, and others find none.
     """
+    if config.drafter_training.start in ("", NONE):
+        return None
     kept = run_folder.start_drafter(config)
     if kept.is_dir() and run_folder.has_begun(config):
         return kept
-    if config.drafter_training.start in NEW:
+    if config.drafter_training.start == AUTO:
         return None
     if hub_id := hub_start(config):
         return hf.resolve(hub_id)

@@ -116,12 +116,10 @@ def put(folder: Path, name: str, drafter: Path, facts: Mapping[str, Any]) -> Non
     `facts`: the fields of Shelved but directory, weights, at and acceptance. Files are linked where the file system can. A
     folder that cannot be written is left alone, with one line.
     """
-    known = dict(facts) | {
-        "weights": checksum(drafter / hf_drafter.WEIGHTS),
-        "at": time.time(),
-    }
 
     def write(at: Path) -> None:
+        weights = checksum(drafter / hf_drafter.WEIGHTS)
+        known = dict(facts) | {"weights": weights, "at": time.time()}
         at.mkdir(parents=True)
         for path in drafter.iterdir():
             if path.is_file() and path.name != atomic.MADE_FROM:
@@ -213,11 +211,16 @@ def weights_digest(directory: Path) -> str:
 
 
 def lineage(directory: Path) -> tuple[str, ...]:
-    """The bases that a run or an exported policy records; () without a record. Raises ModelError."""
-    raw = read_json(directory / LINEAGE)
+    """The bases that a run or an exported policy records; () without a record, or with a damaged one, which the log says."""
+    try:
+        raw = read_json(directory / LINEAGE)
+    except ModelError as error:
+        log.warning("%s", error)
+        return ()
     bases = [] if raw is None else raw.get("bases")
     if not isinstance(bases, list) or not all(isinstance(one, str) for one in bases):
-        raise ModelError(f"{directory / LINEAGE} lists no bases: delete it")
+        log.warning("%s lists no bases, and is not used", directory / LINEAGE)
+        return ()
     return tuple(bases)
 
 
