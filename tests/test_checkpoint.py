@@ -85,6 +85,25 @@ def test_a_checkpoint_restores_on_another_mesh_bit_for_bit(shape, saved):
     )
 
 
+@struct.dataclass
+class NewerState(State):
+    """A state with fields that an older version did not know."""
+
+    scales: jax.Array | None = None
+    heads: tuple | None = None
+
+
+def test_a_checkpoint_from_before_a_field_was_there_restores_while_that_is_none(saved):
+    target = abstract(state(make_mesh(1, 1)))
+    newer = NewerState(target.weights, target.moments, target.step)
+    with Store(saved) as store:
+        got = store.restore(2, {"policy": newer}).items["policy"]
+        assert isinstance(got, NewerState) and (got.scales, got.heads) == (None, None)
+        assert_equal(State(got.weights, got.moments, got.step), state(make_mesh(1, 1), 2))
+        with pytest.raises(CheckpointError, match=r"policy.scales is missing there"):
+            store.restore(2, {"policy": newer.replace(scales=target.step)})
+
+
 def test_a_saved_state_may_be_donated_at_once(tmp_path):
     bump = jax.jit(
         lambda tree: jax.tree.map(lambda leaf: leaf + jnp.ones_like(leaf), tree), donate_argnums=0
@@ -247,7 +266,7 @@ DAMAGE = {
     ],
     "removed": lambda at: [one.unlink() for one in arrays(at)],
     "ocdbt": lambda at: [one.write_bytes(b"\x0c\xdb" + bytes(40)) for one in arrays(at)],
-    "unlisted": lambda at: (at / "policy" / "_METADATA").unlink(),
+    "unlisted": lambda at: (at / "policy" / "manifest.ocdbt").unlink(),
     "empty": emptied,
     "garbled": lambda at: (at / "meta" / "metadata").write_text("{"),
     "foreign": lambda at: (at / "meta" / "metadata").write_text("{}"),

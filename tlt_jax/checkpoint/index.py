@@ -26,16 +26,30 @@ CODE = re.compile(r"([A-Z][A-Z_]{4,}): ")
 
 
 def read(folder: Path, targets: Mapping[str, Any]) -> dict[str, Any]:
-    """The items in a folder, with the shardings of these abstract pytrees. No collective. Raises the libraries' errors."""
-    handler = ocp.StandardCheckpointHandler()
+    """The items in a folder, with the shardings of these abstract pytrees. No collective. Raises the libraries' errors.
+
+    A field that is None is not looked for: it may be newer than the checkpoint.
+    """
+    handler = ocp.PyTreeCheckpointHandler()
+
+    def one(name: str, target: Any) -> Any:
+        wanted = present(ocp.tree.serialize_tree(target, keep_empty_nodes=True))
+        places = ocp.checkpoint_utils.construct_restore_args(wanted)
+        found = ocp.args.PyTreeRestore(item=wanted, restore_args=places, partial_restore=True)
+        return ocp.tree.deserialize_tree(handler.restore(folder / name, args=found), target)
+
     try:
         with all_reads_end():
-            return {
-                name: handler.restore(folder / name, args=ocp.args.StandardRestore(target))
-                for name, target in targets.items()
-            }
+            return {name: one(name, target) for name, target in targets.items()}
     finally:
         handler.close()
+
+
+def present(tree: Any) -> Any:
+    """Nested dicts and lists without the keys of dicts whose value is None."""
+    if isinstance(tree, dict):
+        return {key: present(value) for key, value in tree.items() if value is not None}
+    return [present(value) for value in tree] if isinstance(tree, list) else tree
 
 
 class PatientLoop(asyncio.SelectorEventLoop):
