@@ -40,6 +40,12 @@ LEVELS = {
     },
     "eagle3": {"kind": "eagle3", "draft_vocab_size": len(IDS), "head_dim": 8},
     "eagle3_plain": {"kind": "eagle3", "fc_norm": False, "norm_output": False, "num_kv_heads": 1},
+    "eagle3_normed": {
+        "kind": "eagle3",
+        "fc_norm": False,
+        "norm_output": False,
+        "norm_before_residual": True,
+    },
 }
 BLOCKS = {
     "dflash": {"kind": "dflash", "block_size": 4, "num_layers": 2},
@@ -199,8 +205,9 @@ class Files:
             parts = np.split(state, len(state) // len(e))
             state = np.concatenate([self.norm(f"fc_norm.{i}", x) for i, x in enumerate(parts)])
         x = self.linear("fc", state) if given else state
-        norms = self.norm("midlayer.input_layernorm", e), self.norm("midlayer.hidden_norm", x)
-        return x, np.concatenate(norms)
+        normed = self.norm("midlayer.hidden_norm", x)
+        inner = np.concatenate([self.norm("midlayer.input_layernorm", e), normed])
+        return normed if self.raw.get("norm_before_residual") else x, inner
 
     def levels(self, rows):
         """Hidden states of EAGLE's rows of (token, state, given); a row attends to earlier rows and itself."""

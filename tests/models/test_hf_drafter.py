@@ -205,6 +205,44 @@ def test_what_other_programs_write_is_read(written, mesh):
     assert load(folder, mesh)[0] == cases.config("eagle")
 
 
+OF_LAYER = {
+    "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "hidden_act",
+    "num_hidden_layers", "attention_bias", "mlp_bias", "tie_word_embeddings",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ["Eagle3Speculator", "Eagle3DraftModel"])
+@pytest.mark.parametrize("case", ["eagle3", "eagle3_normed"])
+def test_drafters_of_the_speculators_library_are_read(mesh, tmp_path, case, architecture):
+    """Its sizes are in a section, its layer has another name, and norm_before_residual is true where it is not written."""
+    params = cases.params(case, "float32", mesh)
+    stored, config = save(case, mesh, tmp_path), cases.config(case)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    layer = {name: raw.pop(name) for name in OF_LAYER & raw.keys()}
+    raw.pop("eagle_config")
+    flag = {} if config.norm_before_residual else {"norm_before_residual": False}
+    raw |= flag | {
+        "architectures": [architecture], "speculators_model_type": "eagle3", "speculators_version": "0.9.0",
+        "transformer_layer_config": layer | {"architectures": ["LlamaForCausalLM"]}, "norm_before_fc": False,
+        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "owner/policy"}},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    renamed = {name.replace("midlayer.", "layers.0."): array for name, array in stored.items()}
+    more = {
+        "embed_tokens.weight": np.zeros((37, 16), np.float32),
+        "verifier_norm.weight": np.ones(16, np.float32),
+    }
+    save_file(renamed | more, tmp_path / "model.safetensors")
+    found, weights = load(tmp_path, mesh)
+    assert found == config
+    for one, other in zip(*map(jax.tree.leaves, (weights, params)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"norm_before_fc": True}))
+    with pytest.raises(ModelError, match="norm_before_fc: unknown here"):
+        load(tmp_path, mesh)
+
+
 @pytest.mark.parametrize(
     ("case", "names"),
     [

@@ -80,6 +80,6 @@ def test_the_command_lists_drafters_by_base(monkeypatch, capsys):
     assert command.main() == cli.DONE
     said = capsys.readouterr().out
     assert "z-lab/Qwen3-8B-DFlash-b16" in said and "Llama" not in said
-    assert re.search(r"speculator.eagle3 .*speculators is not read", said)
+    assert re.search(r"speculator.dflash .*speculators is not read", said)
     monkeypatch.setattr("sys.argv", ["drafters", "nobody"])
     assert command.main() == 2

@@ -2,7 +2,8 @@
 
 "eagle"   EAGLE-1 and -2 (arXiv 2401.15077): reads the policy's last hidden state, and uses the policy's LM head.
 "eagle3"  EAGLE-3 (arXiv 2503.01840): reads hidden states of several depths, and has an LM head, which may cover a part of
-          the vocabulary; `fc_norm` and `norm_output` are the changes of EAGLE-3.1 (arXiv 2605.09992).
+          the vocabulary; `fc_norm` and `norm_output` are the changes of EAGLE-3.1 (arXiv 2605.09992),
+          `norm_before_residual` is that of the speculators library.
 "dflash"  DFlash (arXiv 2602.06036): predicts the tokens at all masked positions of a block in one forward pass.
 "dflash2" DFlash 2 (inco.ai/blog/dflash2, August 2026): DFlash with a convolution along the block before and after every
           sublayer, and a path selector: the most likely tokens of a position are ordered anew, each by the token before it.
@@ -135,7 +136,9 @@ KINDS = {
         NORMED,
         can_reduce=False,
     ),
-    "eagle3": Kind(("fc_norm", "norm_output"), new_eagle3, ("llama",), 1, has_head=True),
+    "eagle3": Kind(
+        ("fc_norm", "norm_output", "norm_before_residual"), new_eagle3, ("llama",), 1, has_head=True
+    ),
     "dflash": Kind(BLOCK, new_block, QWEN3, 0, is_block=True, skipped=1),
     "dflash2": Kind((*BLOCK, *SELECTOR), new_dflash2, QWEN3, 0, is_block=True, skipped=1),
     "dspark": Kind((*BLOCK, "markov_rank", "confidence"), new_dspark, QWEN3, 0, is_block=True),
@@ -164,6 +167,7 @@ class DrafterConfig:
     fc_bias: bool = False
     fc_norm: bool = False  # a separate norm for each of the hidden states
     norm_output: bool = False  # pass the normed hidden state to the next level
+    norm_before_residual: bool = False  # the residual stream begins with the normed input
     block_size: int = 0
     mask_token_id: int = 0
     causal: bool = False

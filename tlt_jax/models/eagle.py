@@ -56,20 +56,24 @@ def fuse(
     axis: int,
     given: bool,
 ) -> Float[Array, "*A Z"]:
-    """The layer's input, from token embeddings and the state: the policy's features if `given`, else a hidden state."""
+    """The layer's input, from token embeddings and the state: the policy's features if `given`, else a hidden state.
+
+    It enters the residual stream, normed with norm_before_residual.
+    """
     if config.kind == "eagle":
         return ops.project(
             jnp.concatenate([embedded, state], axis=axis), params.fuse, params.fuse_bias, axis
         )
-    if not given:
-        return state
-    if config.fc_norm:
+    if given and config.fc_norm:
         parts = jnp.split(state, len(config.captures), axis=axis)
         pairs = zip(parts, params.feature_norms, strict=True)
         state = jnp.concatenate(
             [ops.rms_norm(x, weight, config.layers.rms_eps, axis) for x, weight in pairs], axis=axis
         )
-    return ops.project(state, params.fuse, None, axis)
+    x = ops.project(state, params.fuse, None, axis) if given else state
+    if config.norm_before_residual:
+        x = ops.rms_norm(x, params.hidden_norm, config.layers.rms_eps, axis)
+    return x
 
 
 def attention_input(
@@ -83,9 +87,9 @@ def attention_input(
     if config.kind == "eagle":
         return x
     e = ops.rms_norm(embedded, params.layers.attention_norm, config.layers.rms_eps, axis)
-    return jnp.concatenate(
-        [e, ops.rms_norm(x, params.hidden_norm, config.layers.rms_eps, axis)], axis=axis
-    )
+    if not config.norm_before_residual:
+        x = ops.rms_norm(x, params.hidden_norm, config.layers.rms_eps, axis)
+    return jnp.concatenate([e, x], axis=axis)
 
 
 @shaped
@@ -116,8 +120,8 @@ def node_heads(
 ) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
     """Queries, keys and values as tree_attention.attend takes them."""
     inputs, norms, y = (embedded, x), (params.layers.attention_norm, params.hidden_norm), None
-    if config.kind == "eagle":
-        inputs, norms, y = (), (), x
+    if config.kind == "eagle" or config.norm_before_residual:
+        inputs, norms, y = (), (), attention_input(params, config, embedded, x, 0)
     rest = y, angles, batch, fused
     return decoder_layer.node_heads(params.layers, config.layers, inputs, norms, *rest)
 

@@ -46,6 +46,17 @@ READ = {
     "partial_rotary_factor", "use_sliding_window", "layer_types",
 }  # fmt: skip
 READ_EAGLE = {"bias", "fc_bias", "mlp_bias", "fc_norm", "norm_output", "eagle_config"}
+READ_EAGLE3 = READ_EAGLE | {"norm_before_residual"}
+# Of the speculators library: the section with the sizes of the layer, keys that say nothing of the network, and other names of
+# tensors; files may also hold the policy's norm and head.
+SECTION = "transformer_layer_config"
+OF_SPECULATORS = {
+    "speculators_model_type", "speculators_config", "speculators_version", "has_no_defaults_at_init", "embed_requires_grad",
+}  # fmt: skip
+OTHER_NAMES, OF_POLICY = (
+    ("layers.0.", "midlayer."),
+    {"verifier_lm_head.weight", "verifier_norm.weight"},
+)
 READ_MARKOV = {
     "markov_rank",
     "markov_head_type",
@@ -93,6 +104,7 @@ def read_config(directory: str | Path, policy: ModelConfig, positions: int = 0) 
 
 def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
     """The configuration of a config.json. Raises ModelError or ValueError that names what is unsupported."""
+    raw = flat(raw)
     named = raw.get("architectures") or [None]
     known = {
         name: (kind, form.architectures[name])
@@ -120,6 +132,15 @@ def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
     return config
 
 
+def flat(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without the section of the speculators library, where norm_before_residual is true by default."""
+    if not isinstance(raw.get(SECTION), dict):
+        return dict(raw)
+    own = {name: value for name, value in raw.items() if name not in {SECTION, *OF_SPECULATORS}}
+    nested = {name: value for name, value in raw[SECTION].items() if name != "architectures"}
+    return nested | {"norm_before_residual": True} | own
+
+
 def refuse_unknown(raw: Mapping[str, Any], known: set[str]) -> None:
     """Raises ModelError for keys of a config.json that are neither known nor harmless, and for another width."""
     unknown = sorted(key for key in set(raw) - known - HARMLESS if raw[key] not in (None, False))
@@ -139,6 +160,7 @@ def read_eagle(raw: Mapping[str, Any], policy: ModelConfig, family: str) -> dict
 def read_eagle3(raw: Mapping[str, Any], policy: ModelConfig, family: str) -> dict[str, Any]:
     """`Format.read` of EAGLE-3."""
     named = level_fields(raw, ("attention_bias", "mlp_bias", "bias"))
+    named |= {"norm_before_residual": bool(raw.get("norm_before_residual"))}
     refuse(
         (raw.get("tie_word_embeddings"), "tie_word_embeddings true: an EAGLE-3 drafter needs an LM head of its own"),
         (not raw.get("draft_vocab_size"),
@@ -293,6 +315,7 @@ def write_eagle3(config: DrafterConfig) -> dict[str, Any]:
         "draft_vocab_size": config.draft_vocab_size,
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
+        **({"norm_before_residual": True} if config.norm_before_residual else {}),
         LAYER_IDS: list(config.captures),
         "eagle_config": {LAYER_IDS: outputs, "use_aux_hidden_state": True},
     }
@@ -373,8 +396,9 @@ DFLASH2_TENSORS = (
 )
 FORMATS = {
     "eagle3": Format(
-        # The second name: vLLM's class, which AngelSlim's checkpoints have.
-        {"LlamaForCausalLMEagle3": "llama", "Eagle3LlamaForCausalLM": "llama"}, READ_EAGLE, read_eagle3, write_eagle3,
+        # The second name: vLLM's class, which AngelSlim's checkpoints have; the last ones: of the speculators library.
+        dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"), "llama"),
+        READ_EAGLE3, read_eagle3, write_eagle3,
         (
             ("fuse", "fc.weight"), ("hidden_norm", "midlayer.hidden_norm.weight"), ("feature_norms", "fc_norm.{}.weight"),
             ("layers", "midlayer."), ("final_norm", "norm.weight"), ("head", "lm_head.weight"), ("ids", "d2t"), ("ids", "t2d"),
@@ -406,6 +430,8 @@ def caveat(config: DrafterConfig) -> str | None:
         return None
     if config.kind == "eagle" and config.layers.family not in VLLM_EAGLE:
         return "vLLM has no EAGLE class for Qwen2: only SGLang loads this drafter; one of kind eagle3 loads in both"
+    if config.norm_before_residual:
+        return "SGLang is not known to read norm_before_residual: vLLM loads this drafter"
     if config.fc_bias:
         return "vLLM loads this drafter without the bias of its fc, and drafts worse with it than SGLang"
     return None
@@ -444,10 +470,13 @@ def load(
     directory, config = Path(directory), read_config(directory, policy, positions)
     with ExitStack() as stack:
         stored = hf.open_tensors(directory, stack)
+        if config.kind == "eagle3" and not any(name.startswith(OTHER_NAMES[1]) for name in stored):
+            stored = {name.replace(*OTHER_NAMES, 1): tensor for name, tensor in stored.items()}
         try:
             optional = {"fc.bias", "t2d"} | ({"d2t"} if config.has_full_vocab else set())
             wanted = [one for one in tensors(config) if one.name in stored or one.name not in optional]  # fmt: skip
-            hf.check_tensors(directory, wanted, stored, {"embed_tokens.weight", hf.TOP["head"]})
+            others = {"embed_tokens.weight", hf.TOP["head"]} | OF_POLICY
+            hf.check_tensors(directory, wanted, stored, others)
             if config.is_block and (directory / MASK_EMBEDDING).exists():
                 raise ModelError(f"{MASK_EMBEDDING}: only a mask that is a token is supported")
             if config.kind == "eagle":  # config.json may not declare its bias
