@@ -274,7 +274,7 @@ def test_a_directory_of_a_drafter_may_have_any_name(tmp_path, monkeypatch):
     assert from_config.drafter_directory(named) == Path("ngrams")
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
 def test_a_block_drafter_is_drafted_with_and_trained_further(tmp_path, kind):
     model = planned_programs.sizes(configuration.parse(TINY))
     path = save_config(tmp_path / "own", drafters.for_policy(model, kind))
