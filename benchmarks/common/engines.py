@@ -19,6 +19,7 @@ from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.low_rank import Lora
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import Decode, Start, StateShape
+from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
@@ -74,27 +75,38 @@ def random_engine(
 
 
 class FullRows:
-    """A chunk of rows that are half full and never end, called again and again on its own state."""
+    """A chunk of rows that are half full and never end, called again and again on its own state.
+
+    `history` int32[batch, T]: tokens for drafters that read some; the rows hold them again and again.
+    """
 
     def __init__(
         self, engine: Engine, weights: Weights, batch: int, slots: int, rounds: int, strategy: Strategy = PLAIN,
-        sampling: Sampling = Sampling(),  # noqa: B008
+        sampling: Sampling = Sampling(), history: np.ndarray | None = None,  # noqa: B008
     ):  # fmt: skip
         self.engine, self.weights, self.rounds = engine, weights, rounds
-        self.shape = StateShape(0, batch, slots)
+        self.shape, shapes = StateShape(0, batch, slots), engine.programs.shapes[0]
         chunk = Decode(self.shape, rounds, strategy, DecodingParams(sampling))
         self.program = engine.programs.get(chunk)
         self.state = Start(self.shape)(engine.programs)
+        host = () if strategy == PLAIN else shapes.drafter_of(strategy).host_context(batch)
+        self.host = jax.tree.map(lambda one: np.full(one.shape, ngram.SEPARATOR, one.dtype), host)
         self.rows = {
             "lengths": np.full(batch, slots // 2, np.int32), "limits": np.full(batch, 1 << 30, np.int32),
             "live": np.ones(batch, bool), "keys": np.asarray(sequence_keys(0, 0, 0, np.arange(batch))),
         }  # fmt: skip
+        if history is not None and self.state.history.shape[1]:
+            self.rows["history"] = np.resize(history, (batch, self.state.history.shape[1]))
+            self.rows["roots"] = self.rows["history"][:, slots // 2]
 
     def __call__(self) -> jax.Array:
         """Decodes all rounds; raises RuntimeError if it decoded fewer."""
         rows = meshes.put(self.rows, self.engine.programs.shapes[0].replicated)
         bounds = np.array([1, self.rounds], np.int32)
-        self.state, report = self.program(self.state.replace(**rows), self.weights, (), bounds)
+        state = self.state.replace(**rows)
+        if state.drafter != ():  # it lacks the newest token, as between rounds
+            state = state.replace(drafter=state.drafter.replace(built=rows["lengths"] - 1))
+        self.state, report = self.program(state, self.weights, self.host, bounds)
         if int(report.rounds) != self.rounds:
             raise RuntimeError(f"{report.rounds} rounds instead of {self.rounds}")
         return report.tokens

@@ -9,6 +9,10 @@ every strategy alone; a turn decodes --waves times as many answers as are live, 
 long problems: --rollout.max_new_tokens 192 --data.task_args "{min_length: 12, max_length: 18, tail: 0.0}".
 With --tail a turn is a rollout of 64 answers that starts full and ends with the few long ones; drafters race with tuners alone.
 The measured answers: --rollout.max_new_tokens 470 --data.task_args "{min_length: 6, max_length: 30, tail: 2.0}".
+python -m benchmarks.speculation.speed --policy DIR --drafter adaptive --rounds    what a round costs, with full rows
+With --rounds no answer is decoded: rounds of each strategy (ngram:3_1_4, learned:3_1_4, ...) and plain ones take turns on rows
+that are half full, and figures are medians over the turns; processor seconds are those of all threads. Without a directory the
+learned drafter has random weights, which cost the same.
 One sequence and many trees: --live 1 --tuners '' --alone 3_1_4,7_1_8,...
 
 A turn in which anything was compiled, or in which a hypervisor gave more than 2 % of the processors to others, is abandoned and
@@ -28,15 +32,17 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from benchmarks.common import results
+from benchmarks.common.engines import FullRows
 from benchmarks.common.processes import ROOT
 from benchmarks.common.results import ResultTable, listed
-from benchmarks.common.timing import lower_end
+from benchmarks.common.timing import clocked, interleaved, lower_end
 from tlt_jax.config import Config, load as configuration, schema
 from tlt_jax.config.schema import NONE, Speculation
 from tlt_jax.data import dataset as datasets
@@ -44,12 +50,12 @@ from tlt_jax.data.dataset import Prompt
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import Interrupted
 from tlt_jax.keys import GENERATE_STREAM
-from tlt_jax.models import from_config, hf_config
+from tlt_jax.models import drafter as drafters, from_config, hf_config
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.recorder import Emitted, Poll, Retired, RolloutResult
 from tlt_jax.spec_decode.decode_state import RUNNING
 from tlt_jax.spec_decode.interface import Sampling
-from tlt_jax.spec_decode.strategy import PLAIN
+from tlt_jax.spec_decode.strategy import PLAIN, parse
 
 CONFIG = ROOT / "benchmarks" / "speculation.yaml"
 TAIL, TAIL_BUCKETS = 64, (1, 2, 4, 8, 16, 32, 64)
@@ -59,6 +65,15 @@ COLUMNS = (
     "arm", "all_live_tokens_per_s", "all_live_over_plain", "all_live_lower_95", "whole_tokens_per_s", "whole_over_plain",
     "whole_lower_95", "accept_length",
 )  # fmt: skip
+ROUND_COLUMNS = (
+    "live",
+    "strategy",
+    "wall_ms",
+    "processor_ms",
+    "wall_over_plain",
+    "processor_over_plain",
+)
+ROUNDS, SLOTS = 8, 512  # of a chunk, and of the rows, with --rounds
 Turn = dict[str, tuple[RolloutResult, float]]  # by arm, with tokens per second while all are live
 
 
@@ -74,6 +89,10 @@ class Arm:
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
         stops = datasets.stop_rules(config, datasets.tokenizer(config))
         drafter, params = from_config.load_drafter(config, model, mesh)
+        if drafter and params is None:
+            vocab, dtype = drafter.draft_vocab_size, config.model.param_dtype
+            ids = None if drafter.has_full_vocab else np.arange(vocab)
+            params = drafters.init(drafter, mesh, jax.random.key(1), dtype, ids)
         sizes = list(buckets or [live]) if live else ()
         self.engine = Engine(config, model, mesh, stops, drafter, batch_buckets=sizes)
         self.weights = self.engine.publish(from_config.load_policy(config, model, mesh), params)
@@ -209,6 +228,27 @@ def tell(turn: int, compiled: int, theirs: float, done: Turn) -> None:
           file=sys.stderr, flush=True)  # fmt: skip
 
 
+def rounds(
+    config: Config, drafter: str, strategies: Sequence[str], prompts: Sequence[Prompt], live: int, turns: tuple[int, int]
+) -> Iterator[list]:  # fmt: skip
+    """The cells of ROUND_COLUMNS of every strategy, plain rounds first; `turns`: untimed and timed ones."""
+    history = np.concatenate([prompt.tokens for prompt in prompts])
+    arms = {"plain": (Speculation(NONE), PLAIN)}
+    arms |= {
+        text: (Speculation(drafter, "fixed", list(strategies)), parse(text)) for text in strategies
+    }
+    engines: dict[str, Arm] = {}
+    calls = {}
+    for name, (settings, strategy) in arms.items():
+        arm = engines.setdefault(settings.drafter, Arm(config, settings, live))
+        rows = FullRows(arm.engine, arm.weights[0], live, SLOTS, ROUNDS, strategy, history=history)
+        calls[name] = partial(clocked, rows)
+    found = interleaved(calls, turns[1], turns[0])
+    for name, pairs in found.items():
+        over = np.median(np.divide(pairs, found["plain"]), axis=0)
+        yield [live, name, *(np.median(pairs, axis=0) / ROUNDS * 1000).tolist(), *over.tolist()]
+
+
 def arms_of(args: argparse.Namespace) -> dict[str, Speculation]:
     """What races, by name."""
     texts, tuners, first = listed(args.strategies), listed(args.tuners), args.drafter[0]
@@ -253,7 +293,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--live", default="1,2,4,8,16,32")
     parser.add_argument("--waves", type=int, default=2, help="answers of a turn per live sequence")
     parser.add_argument("--tail", action="store_true", help=f"{TAIL} answers, all at once")
+    parser.add_argument("--rounds", action="store_true", help="what a round costs, with full rows")
     args, config, prompts = read(parser, argv)
+    if args.rounds:
+        table, turns = ResultTable(ROUND_COLUMNS, args.csv), (args.warm_up, args.turns)
+        for live in map(int, listed(args.live)):
+            for cells in rounds(
+                config, args.drafter[0], listed(args.strategies), prompts, live, turns
+            ):
+                table.row(*cells)
+        return 0
     table = ResultTable(("sequences" if args.tail else "live", *COLUMNS), args.csv)
     for live in [TAIL] if args.tail else map(int, listed(args.live)):
         each = TAIL if args.tail else max(args.waves * live, 8)
