@@ -171,7 +171,7 @@ def test_what_has_not_begun_when_a_run_ends_is_dropped(threads):
 def test_the_first_programs_are_those_that_the_rollout_needs_before_its_second_chunk(
     rollout, monkeypatch
 ):
-    monkeypatch.setattr(compilation, "cores", lambda: 99)
+    monkeypatch.setattr(compilation, "processors", lambda: range(99))
     engine = engine_of(**rollout, dtype="float32", compile_cache="off")
     weights = engine.publish(params_of(engine))
     prompts = [np.asarray(prompt, np.int32) for prompt in PROMPTS]
@@ -191,7 +191,7 @@ def test_the_first_programs_are_those_that_the_rollout_needs_before_its_second_c
 
 
 def test_a_program_that_reads_the_shardings_of_another_does_not_block_its_caller(monkeypatch):
-    monkeypatch.setattr(compilation, "cores", lambda: 99)
+    monkeypatch.setattr(compilation, "processors", lambda: range(99))
     engine = engine_of(dtype="float32", compile_cache="off")
     programs, may_end, make = engine.programs, threading.Event(), engine.programs.make
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from tlt_jax.config import Config
 from tlt_jax.errors import ConfigError
@@ -30,6 +30,12 @@ ACCELERATOR_FLAGS = (
 )
 # Flags of runs with rollout.deterministic: sums in a fixed order, and no autotuning of kernels.
 DETERMINISTIC_FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_autotune_level=0")
+
+
+def processors() -> Collection[int]:
+    """Numbers of the host's processors that this process may use."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return os.sched_getaffinity(0) if has_affinity else range(os.cpu_count() or 1)
 
 
 def set_environment(config: Config) -> None:

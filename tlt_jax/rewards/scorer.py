@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from tlt_jax.config import Config
+from tlt_jax.distributed.process import processors
 from tlt_jax.errors import RewardError
 from tlt_jax.rewards import terms
 from tlt_jax.rewards.worker import environment, start_thread
@@ -66,8 +67,7 @@ def workers(config: Config, is_local: bool = False) -> int:
     """The scoring processes of a run's process: reward.workers, or by the cores that this process may use; one local thread."""
     if config.reward.workers:
         return config.reward.workers
-    has_affinity = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    cores = len(processors())
     return 1 if is_local else min(max(cores, FEWEST), MOST)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,6 +18,7 @@ from rich.progress import track
 
 from tlt_jax import atomic, cli
 from tlt_jax.config import Config, load as loading
+from tlt_jax.distributed.process import processors
 from tlt_jax.errors import ConfigError, UserError
 from tlt_jax.metrics import timeline
 from tlt_jax.models import from_config
@@ -130,8 +130,7 @@ def simulated(given: argparse.Namespace, knobs: Sequence[str]) -> int:
 
 def every(jobs: Sequence[tuple]) -> list[list[report.Step]]:
     """run.simulate of each, in the order of the jobs: in processes of their own, as many at once as there are cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    workers = min(cores or 1, len(jobs))
+    workers = min(len(processors()), len(jobs))
     if workers == 1:
         return [run.simulate(*job) for job in jobs]
     context = get_context("spawn")  # JAX has threads, which a fork would lose

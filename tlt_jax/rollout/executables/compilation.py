@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from tlt_jax.distributed.mesh import is_cpu
+from tlt_jax.distributed.process import processors
 from tlt_jax.rollout.executables import background, disk_cache
 from tlt_jax.rollout.executables.background import Background
 from tlt_jax.rollout.executables.disk_cache import (
@@ -128,12 +129,13 @@ class Executables:
         self.is_cpu, self.compile_costs = is_cpu(shapes[0].mesh), CompileCosts()
         self.disk_cache = kept or ExecutableCache()
         self.serialized: dict[Program, SerializedExecutable] = {}  # of group 0's programs
-        self.spare_cores = cores() - (jax.local_device_count() if self.is_cpu else 0)
+        cores = len(processors())
+        self.spare_cores = cores - (jax.local_device_count() if self.is_cpu else 0)
         self.waits = self.spare_cores <= 0
         self.sizes = sizes_of(shapes[0])
         self.cache_keys: dict[tuple[Program, str], str] = {}  # of `cache_key`
         self.background = Background(
-            1 if self.is_cpu else max(1, min(background.MOST_THREADS, cores() // 2))
+            1 if self.is_cpu else max(1, min(background.MOST_THREADS, cores // 2))
         )
         self.pending: dict[Program, Future] = {}
         self.jobs: dict[Program, Callable[[], CompileResult]] = {}  # of `pending`
@@ -368,11 +370,6 @@ class Executables:
     def read(self, report: Report) -> Report:
         """The report of a finished chunk, as NumPy arrays."""
         return jax.device_get(report)
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def sizes_of(shapes: GroupShapes) -> str:
