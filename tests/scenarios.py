@@ -74,7 +74,8 @@ def draft_overhead(arm: Strategy, network: float, text: float) -> float:
 class Scenario:
     """A machine and a drafter, whose `quality` may change between rollouts.
 
-    `drafters`: quality and agreement of the drafters that arms name. `noise`, `stalls` and `bursts` perturb the clock.
+    `drafters`: quality and agreement of the drafters that arms name. `noise`, `stalls`, `bursts`, `disturbed` (the share
+    of turns that take 2 to 4 times as long) and `phases` (seconds of load 3 and of none, in turn) perturb the clock.
     """
 
     cost: Callable[[int, int, Strategy], float]
@@ -84,6 +85,8 @@ class Scenario:
     noise: float = 0.04
     stalls: float = 0.02
     bursts: bool = False
+    disturbed: float = 0.0
+    phases: float = 0.0
     drafters: dict[str, tuple[float, float]] = field(default_factory=dict)
     library: dict = field(default_factory=dict)
 
@@ -117,11 +120,19 @@ class Scenario:
         seconds *= random.lognormal(0, self.noise)
         if is_first or random.random() < self.stalls:
             seconds *= random.uniform(1.0, SLOWER)
+        if self.disturbed and random.random() < self.disturbed:
+            seconds *= random.uniform(2.0, 4.0)
         return seconds
 
     def load(self, at: float) -> int:
-        """The slowdown at this second by other load, which comes in bursts."""
+        """The slowdown at this second by other load, which comes in bursts or phases."""
+        if self.phases and int(at / self.phases) % 2:
+            return 3
         return 2 if self.bursts and int(at / 4) % 3 == 2 else 1
+
+    def taken(self, at: float) -> float:
+        """The share of the processors that others take at this second."""
+        return 1 - 1 / self.load(at)
 
 
 def request(
@@ -182,7 +193,7 @@ def no_compile_time(program: Program) -> float:
 class ScenarioPrograms(SimulatedPrograms):
     """Programs with the seconds of `costs`, which write tokens.
 
-    The first `get` of a program takes the host its seconds of `compiling`, recorded in `compiled`.
+    The first `get` of a program takes the host its seconds of `compiling`, recorded in `compiled`; `began`: at which second.
     """
 
     def __init__(
@@ -194,7 +205,7 @@ class ScenarioPrograms(SimulatedPrograms):
         compiling: Compiling = no_compile_time,
     ):
         super().__init__(CostTable(()), acceptance, lengths, clock)
-        self.costs, self.compiling, self.compiled = costs, compiling, {}
+        self.costs, self.compiling, self.compiled, self.began = costs, compiling, {}, {}
 
     def decode(self, program: Decode, state: SimulatedState, *rest: Any) -> tuple:
         after, pending = super().decode(program, state, *rest)
@@ -206,7 +217,7 @@ class ScenarioPrograms(SimulatedPrograms):
 
     def get(self, program: Program) -> Callable[..., Any]:
         if program not in self.compiled:
-            self.compiled[program] = self.compiling(program)
+            self.compiled[program], self.began[program] = self.compiling(program), self.clock.now()
             self.clock.sleep(self.compiled[program])
         return partial(self.kinds[type(program)], program)
 
@@ -226,10 +237,10 @@ class ScenarioPrograms(SimulatedPrograms):
 
 
 class ScenarioCosts:
-    """The costs of a scenario with the noise of its clock; each group has its own noise."""
+    """The costs of a scenario with the noise of its clock; each group has its own noise. `quiet`: their sum without it."""
 
     def __init__(self, scenario: Scenario):
-        self.scenario, self.random, self.seen = scenario, {}, set()
+        self.scenario, self.random, self.seen, self.quiet = scenario, {}, set(), 0.0
 
     def __call__(self, program: Program, rounds: int, at: float) -> float:
         is_first, group = program not in self.seen, program.group
@@ -237,7 +248,19 @@ class ScenarioCosts:
         seed = [self.scenario.seed, group]
         random = self.random.setdefault(group, np.random.default_rng(seed))
         seconds = noiseless_seconds(self.scenario.cost, program, rounds)
+        self.quiet += seconds
         return self.scenario.with_noise(random, seconds, is_first) * self.scenario.load(at)
+
+
+class LoadedClock(VirtualClock):
+    """The virtual clock of a scenario's machine."""
+
+    def __init__(self, scenario: Scenario):
+        super().__init__()
+        self.scenario = scenario
+
+    def taken(self) -> float:
+        return self.scenario.taken(self.time)
 
 
 def long_tailed(longest: int) -> Lengths:
@@ -250,7 +273,7 @@ def in_scenario(
 ) -> ScenarioPrograms:
     """Programs with the costs and drafts of a scenario, on a new virtual clock."""
     return ScenarioPrograms(
-        ScenarioCosts(scenario), scenario.trees, lengths, VirtualClock(), compiling
+        ScenarioCosts(scenario), scenario.trees, lengths, LoadedClock(scenario), compiling
     )
 
 

@@ -115,7 +115,7 @@ def test_a_run_writes_scalars_histograms_texts_images_and_completions(config):
     assert json.loads(lines[1]) == {
         "step": 3, "group": 0, "number": 1, "batch": 4, "live": 3.5, "slots": 256, "strategy": "2_2_4", "reason": "kept",
         "predicted": None, "measured": 100.0, "tokens": 3, "rounds": 16, "seconds": 0.5,
-        "accepted": [4, 2, 1], "is_timed": True,
+        "accepted": [4, 2, 1], "is_timed": True, "taken": 0.0,
     }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def executables(groups: int):
     return toys.executables(groups, V)
 
 
-class Patient:
+class Patient(driver.Clock):
     """A clock that counts its sleeps and never sleeps."""
 
     def __init__(self):
@@ -140,3 +140,57 @@ def test_the_recorder_takes_spans_of_unknown_kinds():
     (span,) = recorder.result(14.0).spans
     assert (span.kind, span.start, span.end) == ("train", 1.0, 3.0)
     assert not recorder.measurements and np.isclose(recorder.result(14.0).stats["seconds"], 4.0)
+
+
+# Other work on the machine
+
+
+def counts(*ticks, at=0.0, own=0.0, path):
+    """A count of processors with these ticks each: of others, of this process and idle."""
+    lines = [
+        f"cpu{i} {others} 0 {mine} {idle} 0 0 0 0" for i, (others, mine, idle) in enumerate(ticks)
+    ]
+    path.write_text("\n".join(["cpu 1 2 3 4 5 6 7 8", *lines, "intr 5", "ctxt 7"]))
+    return driver.counted(at, path)._replace(own=own)
+
+
+@pytest.mark.parametrize(
+    ("ticks", "own", "seconds", "expected"),
+    [
+        ([(50, 50, 0), (0, 100, 0)], 1.5, 1.0, 0.25),
+        ([(50, 50, 0), (100, 0, 0)], 0.5, 1.0, 0.75),
+        ([(0, 100, 0), (0, 100, 0)], 2.0, 1.0, 0.0),
+        ([(50, 0, 50), (100, 0, 0)], 0.0, 1.0, 0.0),  # idle processors: nobody waits
+        ([(100, 0, 0), (100, 0, 0)], 0.0, 0.1, 0.0),  # this process was stopped meanwhile
+    ],
+)  # fmt: skip
+def test_others_take_what_is_neither_idle_nor_our_own(
+    ticks, own, seconds, expected, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(driver, "processors", lambda: {0, 1})
+    monkeypatch.setattr(driver.os, "sysconf", lambda name: 100)
+    first = counts((0, 0, 0), (0, 0, 0), path=tmp_path / "stat")
+    after = counts(*ticks, (900, 0, 0), at=seconds, own=own, path=tmp_path / "stat")
+    assert driver.taken(first, after) == pytest.approx(expected)
+
+
+def test_nothing_is_taken_where_nothing_is_counted(tmp_path):
+    first, after = (driver.counted(at, tmp_path / "none") for at in (0.0, 1.0))
+    assert driver.taken(first, after) == 0.0 == driver.taken(first, first) == driver.WALL.taken()
+
+
+def test_a_shared_clock_counts_seldom_and_over_a_short_while(monkeypatch):
+    clock, now, made = driver.SharedClock(), [0.0], []
+
+    def counted(at):
+        made.append(driver.ProcessorCount(at, 2 * at, 0.0, at if at < 1 else 1.0))
+        return made[-1]
+
+    monkeypatch.setattr(driver, "counted", counted)
+    monkeypatch.setattr(driver, "processors", lambda: {0, 1})
+    monkeypatch.setattr(clock, "now", lambda: now[0])
+    taken = []
+    for now[0] in np.arange(0, 2, 0.01):
+        taken.append(clock.taken())
+    assert 30 < len(made) < 45 and len(clock.counts) < 10
+    assert taken[90] == pytest.approx(0.5) and taken[-1] == pytest.approx(1.0)

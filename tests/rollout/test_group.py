@@ -312,7 +312,7 @@ def test_pauses_between_polls_grow_stay_short_relative_to_the_wait_and_restart_a
     monkeypatch.setattr(driver.machine, "advance", advance)
     planner = SimpleNamespace(observe=None)
     context = SimpleNamespace(index=0, request=SimpleNamespace(samples=1), planner=planner)
-    time = SimpleNamespace(now=lambda: clock[0], sleep=sleep)
+    time = SimpleNamespace(now=lambda: clock[0], taken=lambda: 0.0, sleep=sleep)
     driver.run(driver.LocalGroups([context], clock=time))
     *waits, last = waits
     assert last == []

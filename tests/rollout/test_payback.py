@@ -16,7 +16,7 @@ from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.rollout.scheduler.state import GroupView
 from tlt_jax.simulate import simulator
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
-from tlt_jax.tuner import baselines, goodput
+from tlt_jax.tuner import baselines, cost_model, goodput
 from tlt_jax.tuner.interface import Cell
 
 TREE = Strategy(3, 1, 4)
@@ -123,6 +123,16 @@ def whole_run(
     tuner, rollouts, unit, scenario=None, groups=1, batches=BATCHES, drafters=True, loading=0.0
 ):
     """(seconds of a run of `rollouts` rollouts with its compilations, its compiled chunks)."""
+    rest = scenario, groups, batches, drafters, loading
+    programs = programs_of(tuner, rollouts, unit, *rest)
+    chunks = [one for one in programs.compiled if isinstance(one, Decode)]
+    return programs.clock.now(), chunks
+
+
+def programs_of(
+    tuner, rollouts, unit, scenario=None, groups=1, batches=BATCHES, drafters=True, loading=0.0
+):
+    """The programs of a run of `rollouts` rollouts, as `whole_run`."""
     scenario = scenario or Scenario(scenarios.cpu, 0.75)
     programs = in_scenario(scenario, scenarios.long_tailed(600), seconds_of(unit))
     programs.costs = Loading(scenario, loading)
@@ -137,8 +147,7 @@ def whole_run(
         rollout = driver.LocalGroups(contexts, clock=programs.clock)
         simulator.simulate(rollout, programs)
         state = tuner.update_prior(planner.state)
-    chunks = [one for one in programs.compiled if isinstance(one, Decode)]
-    return programs.clock.now(), chunks
+    return programs
 
 
 CASES = [
@@ -256,3 +265,30 @@ def test_the_first_cache_holds_all_sequences_unless_a_long_run_can_use_a_shorter
         return Planner(BATCHES, SLOTS, baselines.fixed(PLAIN), None, payback, 664).first(view)
 
     assert first(2) == Cell(48, 1024, PLAIN) and first(1e6) == Cell(48, 256, PLAIN)
+
+
+def under(load, tuner):
+    """The programs of a run of 12 rollouts whose compilations take 0.2 s and more, and their scenario."""
+    scenario = Scenario(scenarios.cpu, 0.3, **load)
+    return programs_of(tuner, 12, 0.2, scenario), scenario
+
+
+@pytest.mark.parametrize("load", [{"disturbed": 0.3}, {"phases": 3.0}], ids=str)
+def test_other_work_buys_nothing_that_loses(load):
+    def spent(tuner):
+        programs, _ = under(load, tuner)
+        return programs.costs.quiet + sum(programs.compiled.values())
+
+    assert spent(goodput.goodput(SHIPPED, node_cost=1 / 8)) < 1.06 * spent(baselines.fixed(PLAIN))
+
+
+def test_nothing_that_can_wait_is_compiled_when_other_work_begins(monkeypatch):
+    def optional():
+        programs, scenario = under({"phases": 8.0}, goodput.goodput(SHIPPED, node_cost=1 / 8))
+        began = [at for one, at in programs.began.items() if isinstance(one, Decode)][1:]
+        return [scenario.taken(at) > 0 for at in began]
+
+    waits = optional()
+    assert len(waits) > 3 and not any(waits)
+    monkeypatch.setattr(cost_model, "is_disturbed", lambda costs: False)
+    assert any(optional())

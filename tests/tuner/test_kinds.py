@@ -35,7 +35,7 @@ def test_switching_back_restores_a_kind_except_for_the_costs(name):
     other = after(tuner, other, *[measured(ARM, accepted=0.1, per_round=0.7)] * 5)
     back = tuner.switched(other, TRAINING)
     assert back["cells"] == other["cells"] != before["cells"]
-    shared = {"clock", "cells", "seen", "law", "funds", "catch_up", "others"}
+    shared = {"clock", "cells", "seen", "law", "funds", "catch_up", "others", "turns"}
     assert {key: back[key] for key in back.keys() - shared} == {
         key: before[key] for key in before.keys() - shared
     }

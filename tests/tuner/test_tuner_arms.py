@@ -7,12 +7,13 @@ import math
 import numpy as np
 import pytest
 import scenarios
-from tuner_rollouts import decode, seconds
+from tuner_rollouts import decode, measured, seconds
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.spec_decode.strategy import PLAIN, parse
-from tlt_jax.tuner import baselines, goodput
+from tlt_jax.tuner import baselines, cost_model, goodput
 from tlt_jax.tuner.baselines import parse_arms
+from tlt_jax.tuner.interface import Cell
 
 SHIPPED = Speculation().strategies
 ARMS = parse_arms(SHIPPED)
@@ -145,3 +146,93 @@ def test_predictions_of_the_shipped_arms_are_accurate_and_explorations_few(round
     told = [choice.predicted * seen.seconds / seen.tokens for choice, seen in chunks]
     assert np.median(told) == pytest.approx(1.0, abs=0.12)
     assert np.mean([choice.is_exploring for choice, _ in chunks]) < 0.15
+
+
+# Other work on the machine
+
+
+LOADS = [{"disturbed": 0.3}, {"phases": 1.5}, {"phases": 0.3}]
+
+
+def quiet(runs) -> float:
+    """Seconds of the decided chunks on a machine without other work."""
+    return sum(run.quiet for run in runs)
+
+
+def lost(quality, agreement, load) -> float:
+    """The largest share of plain decoding's seconds, all without noise, by which a run that other work disturbs is slower."""
+    worst = 0.0
+    for seed in range(4):
+        scenario = scenarios.Scenario(scenarios.cpu, quality, agreement, seed=seed, **load)
+        runs = decode(scenario, tuner_for(scenarios.cpu), rollouts=4, seed=seed)[1]
+        plain = decode(scenario, baselines.fixed("off"), rollouts=4, seed=seed)[1]
+        worst = max(worst, quiet(runs) / quiet(plain) - 1)
+    return worst
+
+
+@pytest.mark.parametrize("load", LOADS, ids=str)
+@pytest.mark.parametrize(("quality", "agreement"), [(0.3, 0.0), (0.3, 1.0), (0.5, 1.0)])
+def test_other_work_makes_no_tuner_draft_where_that_loses(quality, agreement, load):
+    assert lost(quality, agreement, load) < 0.025
+
+
+def test_rounds_of_several_loads_in_one_cell_and_their_median_lose_more(monkeypatch):
+    """Planted mistakes, which the test above would find."""
+    monkeypatch.setattr(scenarios.Scenario, "taken", lambda self, at: 0.0)
+    assert lost(0.3, 1.0, {"phases": 1.5}) > 0.05
+    middle = lambda cell, noise=0.08: (  # noqa: E731
+        np.log(np.median(cell["warm"] or cell["cold"])),
+        0.08 / np.sqrt(len(cell["warm"] or cell["cold"])),
+    )
+    monkeypatch.setattr(cost_model, "settled", middle)
+    assert lost(0.3, 1.0, {"disturbed": 0.3}) > 0.05
+
+
+def test_gains_stay_where_other_work_disturbs():
+    for load in ({}, *LOADS):
+        scenario = scenarios.Scenario(scenarios.cpu, 0.8, **load)
+        runs = decode(scenario, tuner_for(scenarios.cpu), rollouts=4)[1]
+        plain = decode(scenario, baselines.fixed("off"), rollouts=4)[1]
+        assert quiet(plain) / quiet(runs) > 1.03
+
+
+def test_plain_decoding_that_was_measured_under_load_is_used_again_in_bounded_turns():
+    """Its nine samples are three times too slow, as of a machine that shows nobody its load; the tree in use is slower."""
+    tuner, tree = goodput.goodput(["3_1_4"]), parse("3_1_4")
+    state = tuner.init()
+    for _ in range(9):
+        state = tuner.observe(state, measured(PLAIN, per_round=0.060))
+        state = tuner.observe(state, measured(tree, accepted=0.1, per_round=0.030))
+    taken = []
+    for _ in range(cost_model.LIFE + 40):
+        state, choice = tuner.choose(state, 4, 4, 512)
+        accepted, per_round = (0.0, 0.020) if choice.strategy == PLAIN else (0.1, 0.030)
+        rounds = min(choice.rounds, 16)
+        seen = measured(choice.strategy, accepted=accepted, per_round=per_round, rounds=rounds)
+        state = tuner.observe(state, seen)
+        taken.append(choice.strategy)
+    assert taken[:30] == [tree] * 30 and taken[-20:] == [PLAIN] * 20
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_each_level_of_other_work_has_its_own_seconds_and_begins_with_the_comparisons_of_the_last(
+    level,
+):
+    tuner, tree = goodput.goodput(["3_1_4"]), parse("3_1_4")
+    cells = [Cell(4, 512, PLAIN), Cell(4, 512, tree)]
+    state = tuner.init()
+    for _ in range(9):
+        state = tuner.observe(state, measured(PLAIN, per_round=0.020))
+        state = tuner.observe(state, measured(tree, accepted=0.5, per_round=0.025))
+    before, _ = tuner.predict(state, cells)
+    slow = measured(PLAIN, per_round=0.020 * 4 / (4 - level))._replace(taken=level / 4)
+    loaded = tuner.observe(state, slow)
+    speed, error = tuner.predict(loaded, cells)
+    assert np.ptp(speed - before) < 0.1 and error.max() < 0.2
+    assert np.exp(before - speed) == pytest.approx(4 / (4 - level), rel=0.1)
+    assert tuner.is_disturbed(loaded) and not tuner.is_disturbed(state)
+    for _ in range(20):
+        loaded = tuner.observe(loaded, slow)
+    assert not tuner.is_disturbed(loaded), "it is usual now"
+    back = tuner.observe(loaded, measured(tree, accepted=0.5, per_round=0.025))
+    np.testing.assert_allclose(tuner.predict(back, cells)[0], before, atol=0.05)

@@ -36,9 +36,10 @@ def measured(strategy, batch=4, slots=512, accepted=0.0, per_round=0.02, rounds=
 
 @dataclass
 class Run:
-    """A run: its total seconds, each chunk's choice and measurement, and the tuner's calls, to replay."""
+    """A run: its total seconds, with and without noise, each chunk's choice and measurement, and the tuner's calls."""
 
     seconds: float = 0.0
+    quiet: float = 0.0
     chunks: list = field(default_factory=list)
     calls: list = field(default_factory=list)
 
@@ -62,7 +63,9 @@ def rollout(
         run.calls.append(("choose", (live, batch, slots), choice))
         measured = chunk(scenario, random, choice, left, done, batch, slots)
         seconds = clocked(scenario, random, measured, run, last, seen)
-        last, measured = choice.strategy, measured._replace(seconds=seconds)
+        taken, last = scenario.taken(run.seconds), choice.strategy
+        run.quiet += measured.seconds
+        measured = measured._replace(seconds=seconds, taken=taken)
         run.seconds += seconds
         run.chunks.append((choice, measured))
         waiting.append(measured)

@@ -124,6 +124,7 @@ ROWS = [
     ("perf/compiles", "programs compiled or read from the cache in the step, by the process that spent most time on it"),
     ("perf/compile_s", "seconds in which the loop of this process waited for programs to be traced, lowered, compiled or read"),
     ("perf/compile_s/{phase}", "the same by phase; included in timing_s/{phase}"),
+    ("perf/taken_ratio", "share of the processors that other work took in the rollout while none was idle; 0 on accelerators"),
     ("perf/programs", "compiled rollout programs in memory"),
     ("perf/max_memory_gib", "peak memory of the process (on CPU) or of one device so far"),
     # speculation

@@ -36,7 +36,7 @@ class ChunkRecord:
 
     `predicted` (None: no prediction) and `measured` are tokens per second; `reason`: why the tuner
     chose the strategy. accepted[i]: row rounds of drafting that accepted i drafted tokens.
-    `is_timed`: `seconds` is reliable, because the host did nothing else, such as compiling.
+    `is_timed`: `seconds` is reliable, because the host did nothing else, such as compiling. `taken`: see driver.Clock.
     """
 
     group: int
@@ -53,6 +53,7 @@ class ChunkRecord:
     seconds: float
     accepted: Sequence[int] = ()
     is_timed: bool = True
+    taken: float = 0.0
 
 
 class Phase(NamedTuple):

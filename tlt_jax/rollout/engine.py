@@ -205,6 +205,7 @@ class Engine(EngineBase):
             config, drafter, mesh.shape["data"], is_cpu, job, batch_buckets, cache_buckets
         )
         self.model_config, self.mesh, self.stops = model_config, mesh, stops
+        self.clock = driver.SharedClock() if is_cpu else driver.WALL
         self.captures_states = captures_states
         self.lora = low_rank.kept_apart(lora, config.model.compute_dtype)
         self.groups = [meshes.data_group(mesh, index) for index in range(mesh.shape["data"])]

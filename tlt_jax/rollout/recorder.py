@@ -146,13 +146,14 @@ Event = Decided | Dispatched | Retired | Emitted | Ended | Harvested | WentIdle
 class Poll:
     """One poll of one group, in seconds of the rollout's clock; polls without events are reported too.
 
-    The time since the previous poll bounds the error of a measurement.
+    The time since the previous poll bounds the error of a measurement. `taken`: see driver.Clock.
     """
 
     group: int
     began: float
     ended: float
     events: tuple[Event, ...]
+    taken: float = 0.0
 
 
 Listener = Callable[[Poll], None]  # called after the dispatches of the poll
@@ -258,7 +259,7 @@ class RolloutRecorder:
                     self.open[group, number] = (event, polled, now)
                 case Retired(number):
                     dispatched = self.open.pop((group, number))[0]
-                    self.retire(group, event, dispatched, *times[number], uncertainty)
+                    self.retire(group, event, dispatched, *times[number], uncertainty, poll.taken)
 
     def shares(
         self, group: int, retired: Sequence[Retired], polled: float
@@ -292,6 +293,7 @@ class RolloutRecorder:
         start: float,
         end: float,
         uncertainty: float,
+        taken: float = 0.0,
     ) -> None:
         """Records a finished program: a span of the timeline, and a measurement for a chunk."""
         kind, strategy = retired.kind, dispatched.strategy
@@ -326,6 +328,7 @@ class RolloutRecorder:
             least_slots=decision.least_slots,
             planned_live=decision.live,
             is_exploring=decision.is_exploring,
+            taken=taken,
         )
         self.catch_up[group] = 0.0
         self.measurements.append(measurement)

@@ -29,7 +29,7 @@ from tlt_jax.rollout.idle import IdleDriver
 from tlt_jax.rollout.learned_drafter import FEATURES as FEATURE_S
 from tlt_jax.rollout.recorder import IDLE_ROUND, Poll, RolloutResult, WentIdle
 from tlt_jax.rollout.request import admission_size
-from tlt_jax.rollout.scheduler.driver import LocalGroups
+from tlt_jax.rollout.scheduler.driver import Clock, LocalGroups
 from tlt_jax.rollout.selection import Selecting
 from tlt_jax.simulate import decoding
 from tlt_jax.simulate.cost_table import CAPTURED, CPU, FEATURES, CostTable
@@ -45,7 +45,7 @@ DRAFTER = 1 / 20  # a drafter's cost to catch up with a token, relative to the p
 RoundCost = Callable[[int, int, Strategy], float]  # rows, slots, strategy -> milliseconds of a round  # fmt: skip
 
 
-class VirtualClock:
+class VirtualClock(Clock):
     """A clock that `sleep` and `jump` advance."""
 
     def __init__(self) -> None:

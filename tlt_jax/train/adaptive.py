@@ -265,7 +265,8 @@ class DrafterLearning:
         if not self.in_update or self.idle.pays_off:
             return measured, ""
         saved, compile_cost = learned_drafter.payback(engine, tuner, depths)
-        if not engine.job.decided(saved > compile_cost):
+        is_disturbed = engine.tuner.is_disturbed(tuner)  # compiling would take longest now
+        if not engine.job.decided(saved > compile_cost and not is_disturbed):
             return engine.tuner.update_prior(tuner), ""
         self.idle.activate()
         held = ", ".join(f"{depth:.2f}" for depth in depths)

@@ -26,6 +26,7 @@ from tlt_jax.optimizer import TrainState
 from tlt_jax.train import policy_update
 from tlt_jax.train.policy_update import Recipe
 from tlt_jax.train.setup import base_of
+from tlt_jax.tuner import cost_model
 from tlt_jax.tuner.interface import State as TunerState, Tuner
 
 # Keys in a checkpoint's meta, with JSON values: the tuner's state, the budget of the drafter's training in the update, and the
@@ -153,7 +154,7 @@ def resumed_tuner(
         reason = "of another version"
     else:
         return saved["state"]
-    if fresh.keys() - {"cells"}:  # a tuner that only has costs chooses no strategy
+    if fresh.keys() - cost_model.begin().keys():  # a tuner that only has costs chooses no strategy
         log.warning("the tuner starts from scratch: its saved state is %s", reason)
     return fresh
 

@@ -169,8 +169,15 @@ def of_rollout(
         "perf/row_rounds": rollout.stats["row_rounds"],
         "perf/padding_ratio": padding(rollout),
         "perf/programs": rollout.stats["programs"],
+        "perf/taken_ratio": taken(rollout.measurements),
         "perf/max_memory_gib": peak_memory() / 2**30,
     }
+
+
+def taken(measurements: Sequence[Measurement]) -> float:
+    """The mean share of the processors that others took, by the chunks' seconds; 0 without a chunk."""
+    seconds = sum(one.seconds for one in measurements)
+    return sum(one.seconds * one.taken for one in measurements) / seconds if seconds else 0.0
 
 
 def of_groups(rollout: RolloutResult, groups: int) -> dict[str, float]:
@@ -343,7 +350,7 @@ def line(one: Measurement) -> ChunkRecord:
     return ChunkRecord(
         one.group, one.number, one.batch, one.live, one.slots, strategies.name(one.strategy), one.reason,
         None if math.isnan(one.promised) else one.promised, one.tokens / one.seconds, one.tokens, one.rounds,
-        one.seconds, accepted, one.is_timed,
+        one.seconds, accepted, one.is_timed, one.taken,
     )  # fmt: skip
 
 

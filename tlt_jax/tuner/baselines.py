@@ -67,13 +67,13 @@ def strategies_for(buckets: dict[int, tuple[Strategy, ...]], batch: int) -> tupl
 
 
 def begin() -> State:
-    """The initial state: `cells` as in cost_model, from which the planner estimates paybacks."""
-    return {"cells": {}}
+    """The initial state: that of cost_model, from which the planner estimates paybacks."""
+    return cost_model.begin()
 
 
 def learn_costs(state: State, seen: Measurement) -> State:
     """The state with the seconds of one more measurement."""
-    return {**state, "cells": cost_model.measured(state["cells"], seen)}
+    return {**state, **cost_model.learned(state, seen)}
 
 
 def costs_alone(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
@@ -92,7 +92,16 @@ def fixed(strategy: Strategy | str) -> Tuner:
     def usable(state: State, batch: int, fewest_live: int) -> Sequence[Strategy]:
         return () if arm == PLAIN else (arm,)
 
-    return Tuner(begin, choose, learn_costs, unchanged, usable, costs_alone, has_fixed_policy=True)
+    return Tuner(
+        begin,
+        choose,
+        learn_costs,
+        unchanged,
+        usable,
+        costs_alone,
+        True,
+        is_disturbed=cost_model.is_disturbed,
+    )
 
 
 def threshold(strategies: Sequence[Strategy | str], limit: int) -> Tuner:
@@ -110,7 +119,16 @@ def threshold(strategies: Sequence[Strategy | str], limit: int) -> Tuner:
     def usable(state: State, batch: int, fewest_live: int) -> Sequence[Strategy]:
         return strategies_for(buckets, batch)[:1] if fewest_live <= limit else ()
 
-    return Tuner(begin, choose, learn_costs, unchanged, usable, costs_alone, has_fixed_policy=True)
+    return Tuner(
+        begin,
+        choose,
+        learn_costs,
+        unchanged,
+        usable,
+        costs_alone,
+        True,
+        is_disturbed=cost_model.is_disturbed,
+    )
 
 
 def beg_mab(
@@ -164,6 +182,7 @@ def beg_mab(
         costs_alone,
         has_fixed_policy=True,
         switched=lambda state, kind: swapped(state, kind, begin_kind()),
+        is_disturbed=cost_model.is_disturbed,
     )
 
 
@@ -172,7 +191,7 @@ def begin_beg_mab() -> State:
 
     rewards: by "batch/strategy", tokens per second of a row. tried: the "batch/strategy" chosen
     since the last update of weights. choices: their number, from which random numbers derive.
-    cells: as in `begin`. kind, others: as in interface.swapped.
+    cells, level, levels, turns: as in `begin`. kind, others: as in interface.swapped.
     """
     return {"choices": 0, "kind": TRAINING, "others": {}, **begin_kind(), **begin()}
 

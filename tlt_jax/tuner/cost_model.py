@@ -1,6 +1,7 @@
 """Seconds of a decoding round by batch, cache slots and strategy: measured, or predicted.
 
-A cell is one compiled round, "batch/slots/strategy"; its samples are seconds per round. A prediction has two parts:
+A cell is one compiled round, "batch/slots/strategy"; its samples are seconds per round. Other work on the machine makes
+rounds slower: cells are measured apart for each level of it, see `learned`. A prediction has two parts:
 seconds = a + b nodes + c levels + d drafted nodes + e cache slots, with weights >= 0 fitted to all cells (verification
 costs by the nodes of all rows, so plain rounds of large batches are evidence on trees at small ones; levels are those that
 a network of one layer drafts, see OnePass for a block drafter); and a cell's residual: its own where it was measured, else
@@ -21,6 +22,7 @@ from tlt_jax.tuner.interface import Cell, Measurement
 
 SHORT = 4, 0.1  # rounds and seconds below both of which a chunk's fixed overhead distorts its time
 SAMPLES = 9  # the latest samples of a cell that are stored; its cost is their median
+KEPT = 2  # of them stay when a cell is measured again after a long time
 CELLS = 96  # the latest cells that are stored
 # Prior weights of the terms, in units of a round's fixed cost: the round itself, a node, a draft
 # level, a drafted node, a cache slot of a row. nan: `node`, NODE by default.
@@ -31,6 +33,10 @@ RIDGE = 0.02  # strength of the prior weights, relative to one cell
 WARM_NOISE, COLD_NOISE, FLOOR_NOISE = 0.08, 0.2, 0.01
 # Standard deviation that age adds: AGEING after LIFE measurements of other cells of the batch; at most OLD.
 AGEING, LIFE, OLD = 0.1, 64, 0.2
+# Weight of WARM_NOISE in the measured deviation of warm samples, in samples; and the most that one of them counts.
+USUAL, MOST = 8.0, 0.7
+LEVELS = 4  # of other work: more would need more measurements, fewer would compare rounds of twice the seconds
+RECENT = 0.99  # share of the earlier turns of a level that a measurement leaves
 FAR = 0.3  # log error of the linear part above which a cell is an outlier and gets less weight
 # Standard deviations of a cell's log seconds around the linear part: with and without cells of its batch or strategy.
 ALIKE, ALONE = 0.2, 0.25
@@ -54,14 +60,14 @@ def note(
     """The cells with one more sample, in seconds per round.
 
     A cold sample may include a compilation or copying of rows, or have too few rounds. The age of
-    the batch's other cells grows by one, since the speed of a machine changes over time; samples of
-    a cell older than LIFE are replaced.
+    the batch's other cells grows by one, since the speed of a machine changes over time; of a cell older
+    than LIFE only the last KEPT samples stay, so that a disturbed one does not stand alone.
     """
     key, here = f"{batch}/{slots}/{name(strategy)}", f"{batch}/"
 
     cell = cells.get(key, {"warm": [], "cold": [], "age": 0})
     kind = "cold" if is_cold else "warm"
-    found = [*(cell[kind] if cell["age"] <= LIFE else ()), seconds][-SAMPLES:]
+    found = [*(cell[kind] if cell["age"] <= LIFE else cell[kind][-KEPT:]), seconds][-SAMPLES:]
     age = cell["age"] if is_cold and cell["warm"] else 0
 
     rest = {other: value for other, value in cells.items() if other != key}
@@ -84,16 +90,81 @@ def measured(cells: Mapping, seen: Measurement) -> dict:
     return note(cells, seen.batch, seen.slots, seen.strategy, per_round, is_cold)
 
 
-def settled(cell: Mapping) -> tuple[float, float]:
-    """Log seconds of a cell and their standard error.
+def begin() -> dict:
+    """The initial costs.
 
-    The median of the warm samples, which ignores stalls; without warm ones the least cold sample.
+    cells: those of the current `level` of other work on the machine, in 1/LEVELS of its processors; levels: level -> cells of
+    the others. turns: level -> number of measurements, of which each forgets a little of the earlier ones.
+    """
+    return {"cells": {}, "level": 0, "levels": {}, "turns": {}}
+
+
+def learned(costs: Mapping, seen: Measurement) -> dict:
+    """The costs (the entries of `begin`) with the seconds of a measurement, at its level of other work."""
+    if not seen.rounds:
+        return {name: costs[name] for name in begin()}
+    level, turns = round(LEVELS * seen.taken), costs["turns"]
+    turns = {one: RECENT * count for one, count in turns.items()}
+    turns[str(level)] = turns.get(str(level), 0.0) + 1
+    costs = at_level({name: costs[name] for name in begin()}, level)
+    return costs | {"cells": measured(costs["cells"], seen), "turns": turns}
+
+
+def at_level(costs: Mapping, level: int) -> dict:
+    """The costs at another level of other work: comparisons between levels would take load for a cost.
+
+    A new level begins with the cells of the last one, slower by the processors that are left, so that comparisons stay as
+    they were; but these are old: the next measurement replaces them.
+    """
+    if level == costs["level"]:
+        return dict(costs)
+    levels = {**costs["levels"], str(costs["level"]): costs["cells"]}
+    cells = levels.pop(str(level), None)
+    if cells is None:
+        slower = left(costs["level"]) / left(level)
+        scaled = {
+            key: {kind: [slower * one for one in cell[kind]] for kind in ("warm", "cold")}
+            for key, cell in costs["cells"].items()
+        }
+        cells = {key: {**cell, "age": LIFE + 1} for key, cell in scaled.items()}
+    return {**costs, "cells": cells, "level": level, "levels": levels}
+
+
+def left(level: int) -> float:
+    """The share of the processors that this level of other work leaves."""
+    return 1 - min(level, LEVELS - 0.5) / LEVELS
+
+
+def is_disturbed(costs: Mapping) -> bool:
+    """Whether other work takes more of the machine than in most of the latest turns."""
+    turns = costs["turns"]
+    return costs["level"] > int(max(turns, key=turns.get, default=0))
+
+
+def settled(cell: Mapping, noise: float = WARM_NOISE) -> tuple[float, float]:
+    """Log seconds of a cell and their standard error, where a warm sample's has the standard deviation `noise`.
+
+    The median of the warm samples, but no more than WARM_NOISE above their lower tercile, since other work only makes rounds
+    slower; without warm ones the least cold sample.
     """
     warm, cold, aged = cell["warm"], cell["cold"], min(AGEING * math.sqrt(cell["age"] / LIFE), OLD)
     if warm:
-        middle = sorted(warm)[(len(warm) - 1) // 2]
-        return math.log(middle), math.hypot(WARM_NOISE / math.sqrt(len(warm)), FLOOR_NOISE, aged)
-    return math.log(min(cold)), math.hypot(COLD_NOISE / math.sqrt(len(cold)), aged)
+        logs = sorted(map(math.log, warm))
+        middle, low = (logs[(len(logs) - 1) // part] for part in (2, 3))
+        found = min(middle, low + WARM_NOISE)
+        return found, math.hypot(noise / math.sqrt(len(warm)), FLOOR_NOISE, aged)
+    return math.log(min(cold)), math.hypot(max(COLD_NOISE, noise) / math.sqrt(len(cold)), aged)
+
+
+def deviation(cells: Mapping) -> float:
+    """The standard deviation of a warm sample's log seconds in its cell: WARM_NOISE, or more where the samples show it."""
+    squares, count = USUAL * WARM_NOISE**2, USUAL
+    for cell in cells.values():
+        if len(cell["warm"]) > 1:
+            low = settled(cell)[0]
+            squares += sum(min(math.log(one) - low, MOST) ** 2 for one in cell["warm"])
+            count += len(cell["warm"]) - 1
+    return max(math.sqrt(squares / count), WARM_NOISE)
 
 
 @lru_cache(1024)
@@ -117,7 +188,8 @@ def row(key: str, one_pass: OnePass | None) -> tuple[float, ...]:
 
 def known(cells: Mapping, one_pass: OnePass | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The cells' columns [C, X], log seconds [C], and standard errors of these [C]."""
-    log_C, noise_C = np.array([settled(cell) for cell in cells.values()]).T
+    noise = deviation(cells)
+    log_C, noise_C = np.array([settled(cell, noise) for cell in cells.values()]).T
     return np.array([row(key, one_pass) for key in cells], float), log_C, noise_C
 
 

@@ -29,7 +29,7 @@ from tlt_jax.tuner.interface import (
     swapped,
 )
 
-VERSION = 8  # of the state's format
+VERSION = 9  # of the state's format
 SHARE = 0.006  # exploration budget: this share of all measured seconds ...
 DIVIDEND = 0.05  # ... this share of the seconds that speculation saved, and CREDIT
 UPDATE = 2 * acceptance.HALF_LIFE  # rounds by which an update of weights ages acceptance evidence
@@ -90,7 +90,9 @@ def goodput(
         cells = [Cell(batch, slots, arm) for arm in candidates]
         view = Prediction(candidates, *predict(state, cells, one_pass))
         is_compiled = np.array([arm in available for arm in candidates])
-        state, i, reason = decide(state, view, batch, is_compiled)
+        plain = state["cells"].get(f"{batch}/{slots}/{name(PLAIN)}", {"age": 0})
+        is_old = plain["age"] > cost_model.LIFE
+        state, i, reason = decide(state, view, batch, is_compiled, is_old)
         is_exploring = name(view.arms[i]) != state["incumbents"][str(batch)]
         rounds = EXPLORATION_ROUNDS if is_exploring else MOST_ROUNDS
         predicted = live * math.exp(view.speed[i])
@@ -109,6 +111,7 @@ def goodput(
         speeds,
         has_fixed_policy=False,
         switched=lambda state, kind: swapped(state, kind, begin_kind()),
+        is_disturbed=cost_model.is_disturbed,
     )
 
 
@@ -118,15 +121,15 @@ def begin() -> State:
     clock: rounds so far. funds: exploration budget in seconds, without the credit. gain: predicted
     speed of the best arm over that of plain decoding. chunk: rounds of the last chunk that did not
     explore. incumbents: batch -> arm. trial: the last exploration; open until measured. seen: timed
-    measurements. kind, others: see interface.swapped. law: weights of the cost model, and the number of measurements they
-    are fitted to. evidence, estimates, cells: see acceptance, cost_model.
+    measurements. kind, others: see interface.swapped. law: weights of the cost model, and the level and number of
+    measurements they are fitted to. evidence, estimates: see acceptance; cells, level, levels, turns: see cost_model.
     """
     return {
         "choices": 0,
         "clock": 0,
         "funds": 0.0,
         "estimates": {},
-        "cells": {},
+        **cost_model.begin(),
         "seen": 0,
         "law": None,
         "kind": TRAINING,
@@ -148,10 +151,11 @@ def begin_kind() -> State:
 
 def refitted(state: State, node_cost: float, one_pass: cost_model.OnePass | None) -> State:
     """The state with cost weights fitted to all measurements but the latest few."""
-    if state["law"] and state["seen"] <= REFIT * state["law"]["seen"]:
+    law, level = state["law"], state["level"]
+    if law and law["level"] == level and state["seen"] <= REFIT * law["seen"]:
         return state
     weights = cost_model.fit_weights(state["cells"], node_cost, one_pass).tolist()
-    return {**state, "law": {"weights": weights, "seen": state["seen"]}}
+    return {**state, "law": {"weights": weights, "seen": state["seen"], "level": level}}
 
 
 def predict(
@@ -195,6 +199,8 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
     trial = {**trial, "open": False} if is_tried else trial
     state = {**state, "clock": clock, "evidence": evidence, "trial": trial}
 
+    state |= cost_model.learned(state, seen)
+
     # Without a reliable time the loss of an exploration is unknown: the incumbent's time for its
     # rounds is deducted; nothing for the first run of a program, which happens once.
     if not seen.is_timed:
@@ -209,7 +215,6 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
         **state,
         "funds": funds,
         "chunk": state["chunk"] if seen.is_exploring else int(seen.rounds),
-        "cells": cost_model.measured(state["cells"], seen),
         "seen": state["seen"] + 1,
     }
 
@@ -250,12 +255,13 @@ class Prediction(NamedTuple):
 
 
 def decide(
-    state: State, view: Prediction, batch: int, is_compiled: np.ndarray
+    state: State, view: Prediction, batch: int, is_compiled: np.ndarray, is_old: bool = False
 ) -> tuple[State, int, str]:
     """The new state, the index of the arm, and the reason.
 
     The arm is the best one, or one to explore at a cost that the budget covers, among those with
-    compiled programs (`is_compiled`: bool[A]).
+    compiled programs (`is_compiled`: bool[A]). Plain decoding, with which all are compared, is explored
+    when what was measured of it `is_old`.
     """
     texts = [name(arm) for arm in view.arms]
     sure_A = np.where(is_compiled, view.speed - CAUTION * view.error, -np.inf)
@@ -269,7 +275,10 @@ def decide(
     is_waiting = trial and state["choices"] - trial["since"] < (
         EXPLORATION_TIMEOUT if trial["open"] else REST
     )
-    tried = i if best != i or is_waiting else worth_trying(state, view, i, is_compiled)
+    tried = i
+    if best == i and not is_waiting:
+        is_due = is_old and is_compiled[0]
+        tried = 0 if is_due else worth_trying(state, view, i, is_compiled)
     j = best if best != i else tried
     reason = "kept" if j == i else "faster" if j == best else f"exploring against {texts[i]}"
 

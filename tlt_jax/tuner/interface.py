@@ -41,7 +41,7 @@ class Measurement(NamedTuple):
     `catch_up` is the time the drafter took before the chunk to process the tokens that were decoded
     without it; 0 when that time is unreliable. `least_slots`: the smallest cache bucket that holds
     the rows; 0: unknown. `planned_live`: the live rows of the prediction, of which some may end
-    during the chunk, or have ended before it.
+    during the chunk, or have ended before it. `taken`: see driver.Clock.
     """
 
     group: int
@@ -63,6 +63,7 @@ class Measurement(NamedTuple):
     least_slots: int = 0
     planned_live: int = 0
     is_exploring: bool = False
+    taken: float = 0.0
 
     @property
     def is_timed(self) -> bool:
@@ -111,7 +112,8 @@ class Tuner(NamedTuple):
     errors: float[C] each; the errors are infinite before any seconds were measured.
     `has_fixed_policy`: `choose` may return a strategy that is not among `arms`; only that one is compiled.
     switched(state, kind) -> the state for rollouts of another kind (TRAINING at first, or
-    EVALUATION), with separate acceptance evidence and the same costs.
+    EVALUATION), with separate acceptance evidence and the same costs. is_disturbed(state): whether other
+    work slows the machine now: nothing is compiled then that can wait.
     """
 
     init: Callable[[], State]
@@ -122,6 +124,7 @@ class Tuner(NamedTuple):
     predict: Callable[[State, Sequence[Cell]], tuple[np.ndarray, np.ndarray]]
     has_fixed_policy: bool
     switched: Callable[[State, str], State] = lambda state, kind: state
+    is_disturbed: Callable[[State], bool] = lambda state: False
 
 
 def swapped(state: State, kind: str, own: State) -> State:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from tlt_jax.distributed.board import INTERRUPTED, Ending
+from tlt_jax.distributed.process import processors
 from tlt_jax.errors import Interrupted
 from tlt_jax.rollout.recorder import Completion, Listener, Poll, RolloutRecorder, RolloutResult
 from tlt_jax.rollout.scheduler import group as machine
@@ -17,17 +21,79 @@ if TYPE_CHECKING:
     from tlt_jax.rollout.idle import IdleDriver
 
 PAUSE = 2e-4, 5e-3  # seconds between two polls of the devices: at first, and at most
+# Seconds between two counts of the processors, and over which others' share is counted: a count has steps of 10 ms.
+COUNTED = 0.05, 0.25
+SPARE = 0.2  # of a processor: when more of it is idle, nobody waits for one
+PAUSED = 1.5  # times the clock's seconds above which a count includes some in which this process was stopped
 LATE = 0.02  # growth of the pause: a poll is late by at most this share of the wait; polls take cores from CPU devices
 
 
 class Clock:
-    """Real time, in seconds; simulations have another one."""
+    """Real time, in seconds; simulations have another one.
+
+    `taken`: the share of the processors that others took lately. It is 0 where rounds take no processors of the host, as
+    on accelerators, where some processor was idle, and where the system does not count.
+    """
 
     def now(self) -> float:
         return time.perf_counter()
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
+
+    def taken(self) -> float:
+        return 0.0
+
+
+class SharedClock(Clock):
+    """The clock of devices that compute on the host's processors, of which other work takes some."""
+
+    def __init__(self) -> None:
+        self.counts: deque[ProcessorCount] = deque()
+
+    def taken(self) -> float:
+        counts, now = self.counts, self.now()
+        if not counts or now - counts[-1].at >= COUNTED[0]:
+            counts.append(counted(now))
+        while len(counts) > 1 and now - counts[1].at >= COUNTED[1]:
+            counts.popleft()
+        return taken(counts[0], counts[-1])
+
+
+class ProcessorCount(NamedTuple):
+    """Seconds so far, summed over the processors that this process may use, and those of its own threads."""
+
+    at: float
+    whole: float
+    idle: float
+    own: float
+
+
+def counted(now: float, path: Path = Path("/proc/stat")) -> ProcessorCount:
+    """The count now; of 0 seconds where the system has none."""
+    columns = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        label, *ticks = line.split()
+        if label.removeprefix("cpu").isdecimal():
+            columns[int(label.removeprefix("cpu"))] = [float(one) for one in ticks[:8]]
+    rows = [columns[core] for core in processors() if core in columns]
+    # user, nice, system, idle, waiting for disks (idle too), interrupts, soft interrupts, stolen by a hypervisor
+    whole, idle = sum(map(sum, rows)), sum(row[3] + row[4] for row in rows)
+    unit = os.sysconf("SC_CLK_TCK") if rows else 1.0
+    return ProcessorCount(now, whole / unit, idle / unit, time.process_time())
+
+
+def taken(before: ProcessorCount, after: ProcessorCount) -> float:
+    """The share of the processors that others took between two counts; 0 where one of them was idle, or they show nothing.
+
+    Where more time went by than on the clock, as of a process that was stopped, they show nothing.
+    """
+    whole, cores = after.whole - before.whole, len(processors())
+    most = PAUSED * cores * (after.at - before.at)
+    idle, own = after.idle - before.idle, after.own - before.own
+    if not 0 < whole < most or idle > SPARE * whole / cores:
+        return 0.0
+    return min(max(1 - (idle + own) / whole, 0.0), 1.0)
 
 
 WALL = Clock()
@@ -63,7 +129,8 @@ class LocalGroups:
             began = self.clock.now()
             state, events = machine.advance(context, self.states[context.index], self.is_stopping)
             self.states[context.index] = state
-            poll = Poll(context.index, began, self.clock.now(), tuple(events))
+            taken = self.clock.taken() if events else 0.0
+            poll = Poll(context.index, began, self.clock.now(), tuple(events), taken)
             self.tell(poll)
             polls.append(poll)
         return polls

@@ -26,7 +26,7 @@ from tlt_jax.rollout.executables.programs import (
     StateShape,
 )
 from tlt_jax.rollout.recorder import Decision
-from tlt_jax.rollout.scheduler.payback import Payback, smallest
+from tlt_jax.rollout.scheduler.payback import CAUTION, Payback, smallest
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 from tlt_jax.tuner import cost_model
 from tlt_jax.tuner.interface import Cell, Choice, Measurement, State, Tuner
@@ -168,7 +168,7 @@ class Planner:
             compiled = [cell for cell in compiled if cell.strategy in arms]
             if not compiled:
                 return self.first(view, arms[0])
-        if not is_due:
+        if not is_due or self.tuner.is_disturbed(self.state):
             return None
 
         self.payback.evaluated_at[least] = self.payback.seconds
@@ -305,10 +305,12 @@ class Planner:
         return Cell(batch, slots if share * self.payback.rollouts_left > LASTS else most, strategy)
 
     def shape(self, cells: Sequence[Cell]) -> tuple[int, int]:
-        """Rows and slots of the cell with the highest predicted speed."""
+        """Rows and slots of the cell with the highest predicted speed, less a part of its standard error."""
         if len({cell[:2] for cell in cells}) == 1:
             return cells[0][:2]
-        return cells[int(np.argmax(self.speeds(cells)[0]))][:2]
+        speed, error = self.speeds(cells)
+        sure = speed - CAUTION * error if np.isfinite(error).all() else speed
+        return cells[int(np.argmax(sure))][:2]
 
     def speeds(self, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
         """The tuner's predictions for these cells."""
@@ -355,7 +357,9 @@ def cost_table(node: float, one_pass: cost_model.OnePass | None = None) -> CostT
     def with_table_seconds(seen: Measurement) -> Measurement:
         cell = Cell(seen.batch, seen.slots, seen.strategy)
         seconds = ROUND * cost_model.prior_rounds(cell, node, one_pass) * seen.rounds
-        return seen._replace(seconds=seconds, uncertainty=0.0, catch_up=0.0, is_moved=False)
+        return seen._replace(
+            seconds=seconds, uncertainty=0.0, catch_up=0.0, is_moved=False, taken=0.0
+        )
 
     return with_table_seconds
 
