@@ -294,6 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         policy, drafter = prepare(args, arms, shared)
         shared = [*shared, "--model.path", policy, "--sft.steps", "0"]
+        shared += ["--drafter_training.shelf", "off"]  # arms begin with what they name
         # A process that is stopped during the others' turns is not lost.
         shared += ["--processes.lost_s", "3600"] if args.by_step else []
         shared += ["--train.steps", str(args.steps)] if args.steps else []
