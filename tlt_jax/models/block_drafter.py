@@ -141,7 +141,8 @@ def draft_block(
     """Normed hidden states of the first P = `levels` outputs of a block for each row, whose anchor is token roots[b].
 
     The anchor's position is lengths[b]; the block sees the first lengths[b] slots of the cache. The last layer has the
-    queries of these outputs only, unless it convolves; a causal block has nothing after them. `params`: "rollout" layout.
+    queries of these outputs only (with those before them if it convolves); a causal block, nothing after them. `params`:
+    "rollout" layout.
     """
     B, outputs = roots.shape[0], slice(config.skipped, config.skipped + levels)
     N = outputs.stop if config.causal else config.block_size
@@ -151,9 +152,9 @@ def draft_block(
     seen = jnp.ones((N, N), bool)
     seen = jnp.broadcast_to(jnp.tril(seen) if config.causal else seen, (B, N, N))
     if config.conv_kernel_size:
-        x = convolved_layers(params, config, x, angles, seen, cache, lengths, fused)
+        x = convolved_layers(params, config, x, angles, seen, outputs.stop, cache, lengths, fused)
         x = ops.rms_norm(x, params.final_norm, config.layers.rms_eps, 0)
-        return jax.lax.optimization_barrier(x.T).reshape(B, N, -1)[:, outputs]
+        return jax.lax.optimization_barrier(x.T).reshape(B, outputs.stop, -1)[:, outputs]
     last, *kept = params.layers[-1], cache.keys[-1], cache.values[-1]
     normed = arrivals = None
     for layer, following, keys, values in zip(
@@ -181,18 +182,27 @@ def convolved_layers(
     x: Float[Array, "Z BN"],
     angles: tuple[Float[Array, "half BN"], Float[Array, "half BN"]],
     seen: Bool[Array, "B N N"],
+    stop: int,
     cache: KVCache,
     lengths: Int[Array, " B"],
     fused: Fused | None,
-) -> Float[Array, "Z BN"]:
-    """The output of all layers of DFlash 2 for the queries of `draft_block`."""
+) -> Float[Array, "Z Bstop"]:
+    """The output of all layers of DFlash 2 for the first `stop` queries of each block of `draft_block`."""
     (B, N), inner, arrivals = seen.shape[:2], config.layers, None
+
+    def first(array: Float[Array, "... BN"]) -> Float[Array, "... Bstop"]:
+        parts = array.reshape(*array.shape[:-1], B, N)[..., :stop]
+        return parts.reshape(*array.shape[:-1], -1)
+
     convs = zip(params.attention_conv, params.mlp_conv, strict=True)
     columns = zip(params.layers, convs, cache.keys, cache.values, strict=True)
     for layer, (conv, mlp_conv), keys, values in columns:
         with jax.named_scope("layer/attention"):
             y, change = before(conv, config, x, layer.attention_norm, N, 0)
             q, k, v = node_heads(layer, inner, (), (), y, angles, B, fused)
+            if layer is params.layers[-1]:
+                q, seen, arrivals = q[:, :, :, :stop], seen[:, :stop], None
+                x, change, N = first(x), first(change), stop
             attended, arrivals = tree_attention.attend(
                 q, k, v, seen, keys, values, lengths, cache.slots_last, fused, arrivals
             )
