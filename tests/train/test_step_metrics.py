@@ -10,6 +10,7 @@ import pytest
 
 from tlt_jax.config import Config
 from tlt_jax.metrics import names
+from tlt_jax.rollout.recorder import Span
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.train import step_metrics
@@ -41,7 +42,8 @@ def chunk(
 
 
 def metrics(*measurements: Measurement) -> dict[str, float]:
-    rollout = SimpleNamespace(measurements=list(measurements), stats=STATS)
+    spans = [Span(0, "catch_up", 1.0, 1.25, 4, 0), Span(0, "decode", 2.0, 9.0, 4, 1)]
+    rollout = SimpleNamespace(measurements=list(measurements), stats=STATS, spans=spans)
     return step_metrics.of_drafting("eagle3", rollout)
 
 
@@ -62,6 +64,19 @@ def test_drafting_is_reported_by_kind_depth_and_batch_under_names_of_the_list():
     assert metrics(chunk(PLAIN)) == {}
     found = metrics(chunk(predicted=2 * 55 / 0.5), chunk())
     assert found["speculation/prediction_error"] == pytest.approx(math.log(2))
+
+
+def test_switches_count_by_group_and_explorations_by_their_seconds():
+    tried = chunk(seconds=0.7, number=1)._replace(is_exploring=True)
+    first = [chunk(PLAIN), tried, chunk(PLAIN, number=2), chunk(PLAIN, number=3)]
+    found = metrics(*reversed(first), chunk(number=7)._replace(group=1))
+    assert found["speculation/switches"] == 2
+    assert found["speculation/explored_s"] == 0.7 and found["speculation/catch_up_s"] == 0.25
+
+
+def test_others_share_of_the_processors_is_a_mean_over_seconds():
+    seen = [chunk(seconds=1.0)._replace(taken=0.5), chunk(seconds=3.0)]
+    assert step_metrics.taken(seen) == 0.125 and step_metrics.taken([]) == 0.0
 
 
 def test_chunks_become_lines_whose_accepted_rounds_add_up():

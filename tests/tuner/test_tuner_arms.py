@@ -148,6 +148,21 @@ def test_predictions_of_the_shipped_arms_are_accurate_and_explorations_few(round
     assert np.mean([choice.is_exploring for choice, _ in chunks]) < 0.15
 
 
+@pytest.mark.parametrize("round_cost", [scenarios.cpu, scenarios.gpu])
+@pytest.mark.parametrize("quality", [0.5, 0.8])
+def test_a_rollout_switches_strategies_for_explorations_and_little_else(round_cost, quality):
+    """An exploration is two switches; a batch bucket may have a strategy of its own, and change it once."""
+    scenario = scenarios.Scenario(round_cost, quality)
+    state, _ = decode(scenario, tuner_for(round_cost), rollouts=6)
+    _, runs = decode(scenario, tuner_for(round_cost), rollouts=3, seed=1, state=state)
+    for run in runs:
+        used = [seen.strategy for _, seen in run.chunks]
+        switches = sum(a != b for a, b in zip(used, used[1:], strict=False))
+        explored = sum(choice.is_exploring for choice, _ in run.chunks)
+        batches = len({seen.batch for _, seen in run.chunks})
+        assert switches <= 2 * explored + 2 * batches
+
+
 # Other work on the machine
 
 

@@ -11,6 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import jax
@@ -301,6 +302,9 @@ def of_drafting(drafter_kind: str, rollout: RolloutResult) -> dict[str, float]:
         "declined": stats["declined"] / sum(one.row_rounds for one in drafted),
         "pool_programs": stats["pool_programs"],
         "pool_mib": stats["pool_bytes"] / 2**20,
+        "switches": switches(rollout.measurements),
+        "catch_up_s": sum(one.end - one.start for one in rollout.spans if one.kind == "catch_up"),
+        "explored_s": sum(one.seconds for one in rollout.measurements if one.is_exploring),
     }
     if not named:
         found[f"accept_length/{drafter_kind}"] = stats["accept_length"]
@@ -332,6 +336,14 @@ def of_drafting(drafter_kind: str, rollout: RolloutResult) -> dict[str, float]:
     if errors:
         found["prediction_error"] = float(np.median(errors))
     return {f"speculation/{name}": value for name, value in found.items()}
+
+
+def switches(measurements: Sequence[Measurement]) -> int:
+    """How often a data group decoded a chunk with another strategy than the chunk before."""
+    by_group = defaultdict(list)
+    for one in sorted(measurements, key=lambda one: one.number):
+        by_group[one.group].append(one.strategy)
+    return sum(a != b for strategies in by_group.values() for a, b in pairwise(strategies))
 
 
 def chunks(drafter_kind: str, rollout: RolloutResult) -> list[ChunkRecord]:
