@@ -18,7 +18,7 @@ MOST = {
     "lines of the package": 37_600,
     "modules of the package": 190,
     "lines of tests": 34_400,
-    "lines of benchmarks": 2_800,
+    "lines of benchmarks": 2_960,
     "words of pages": 28_000,
     "knobs": 111,
 }
