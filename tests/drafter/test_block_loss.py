@@ -71,21 +71,6 @@ def test_scores_worked_by_hand(x64):
     assert losses.label_of(jnp.arange(6), ids).tolist() == [-1, 0, -1, -1, 1, -1]
 
 
-def test_a_selector_scores_worked_by_hand(x64):
-    """Of four tokens 0 and 2 are candidates, with 0.8 of the drafter's probability, which the selector shares 1 to 3."""
-    p, q = np.array([0.4, 0.1, 0.3, 0.2]), np.array([0.5, 0.15, 0.3, 0.05])
-    biased = jnp.log(jnp.array([1.0, 9.0, 3.0, 4.0]))
-    for label, entropy in ((2, np.log(4 / 3)), (3, np.log(8 / 4)), (-1, 0.0)):
-        given = jnp.log(p), jnp.log(q) + 1, jnp.int32(2), jnp.int32(label), None, True
-        found = losses.score(*given, paths=(biased, jnp.log(jnp.array([0.29])) + 1))
-        assert bool(found.agrees) and bool(found.learns) == (label >= 0)
-        assert float(found.acceptance) == pytest.approx(0.2 + 0.1 + 0.3 + 0.05, rel=1e-12)
-        assert float(found.terms["variation"]) == pytest.approx(0.1 + 0.05 + 0.15, rel=1e-12)
-        assert float(found.terms["selector_loss"]) == pytest.approx(entropy, rel=1e-12)
-        token_loss = -np.log(q[label]) if label >= 0 else 0.0
-        assert float(found.terms["token_loss"]) == pytest.approx(token_loss, rel=1e-12)
-
-
 def test_the_confidence_learns_the_acceptance_and_not_the_other_way_round(x64):
     p = jnp.log(jnp.array([0.5, 0.3, 0.2]))
 
@@ -112,9 +97,8 @@ def plain_loss(
     tokens, answers, segments = (
         np.asarray(array) for array in (batch.tokens, batch.is_answer, batch.segments)
     )
-    names = "token_loss", "variation", "confidence_loss", "selector_loss"
-    sums = {name: [0.0, 0.0] for name in names}
-    by_place = {j: ([], []) for j in range(config.depth)}
+    sums = {name: [0.0, 0.0] for name in ("token_loss", "variation", "confidence_loss")}
+    shares = {j: ([], []) for j in range(config.depth)}
     for row, index in np.argwhere(anchors >= 0):
         for j in range(config.depth):
             place = anchors[row, index] + j
@@ -137,12 +121,11 @@ def plain_loss(
             p, q = updates.softmax(head @ states[row, place]), updates.softmax(logits)
             full = np.zeros(11)
             full[kept] = q
-            variation, drafted = np.abs(full - p).sum(), full.copy()
             if config.selector_top_k:
                 best = np.argsort(-logits)[: config.selector_top_k]
-                shares = updates.softmax(logits[best] + bias[best])
-                drafted[kept[best]] = full[kept[best]].sum() * shares
-            accepted = np.minimum(drafted, p).sum()
+                own = updates.softmax(logits[best] + bias[best])
+                full[kept[best]] = full[kept[best]].sum() * own
+            variation, accepted = np.abs(full - p).sum(), np.minimum(full, p).sum()
             weight = np.exp(-j / losses.GAMMA)
             terms = {"variation": variation}
             if config.confidence:
@@ -155,22 +138,16 @@ def plain_loss(
             )
             if has_next and tokens[row, place + 1] in kept:
                 terms["token_loss"] = -np.log(full[tokens[row, place + 1]])
-                if config.selector_top_k:
-                    label = kept.tolist().index(tokens[row, place + 1])
-                    paths = np.exp(logits + bias)
-                    total = paths[best].sum() + (label not in best) * paths[label]
-                    terms["selector_loss"] = -np.log(paths[label] / total)
             for name, term in terms.items():
                 sums[name][0] += weight * term
                 sums[name][1] += weight
-            by_place[j][0].append(drafted.argmax() == p.argmax())
-            by_place[j][1].append(accepted)
+            shares[j][0].append(full.argmax() == p.argmax())
+            shares[j][1].append(accepted)
     means = {name: total / weight for name, (total, weight) in sums.items() if weight}
     loss = losses.TOKEN * means["token_loss"] + losses.VARIATION * means["variation"]
     loss += losses.CONFIDENCE * means.get("confidence_loss", 0.0)
-    loss += losses.SELECTOR * means.get("selector_loss", 0.0)
     by_depth = {}
-    for j, (agrees, accepted) in by_place.items():
+    for j, (agrees, accepted) in shares.items():
         by_depth |= {
             f"agreement@{j + 1}": np.mean(agrees),
             f"acceptance@{j + 1}": np.mean(accepted),

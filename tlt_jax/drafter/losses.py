@@ -32,9 +32,8 @@ TOKEN_WEIGHT = {"eagle": 0.1, "eagle3": 1.0}
 DECAY = 0.8  # of the weights of EAGLE's draft steps
 # Of a block drafter, as published for DSpark (arXiv 2607.05147): weights of the cross-entropy of the row's next token, of the
 # L1 distance of the drafter's and the policy's distribution, and of the cross-entropy of a confidence head to the acceptance
-# probability; position j of a block has the weight exp(-j / GAMMA). SELECTOR: of a path selector's cross-entropy, over its
-# candidates and the row's next token, as SpecForge, TorchSpec and speculators train DFlash 2.
-TOKEN, VARIATION, CONFIDENCE, SELECTOR, GAMMA = 0.1, 0.9, 1.0, 1.0, 4.0
+# probability; position j of a block has the weight exp(-j / GAMMA).
+TOKEN, VARIATION, CONFIDENCE, GAMMA = 0.1, 0.9, 1.0, 4.0
 # Rows have one block for every SPACING tokens. DSpark's training has at most 512 for 4096 tokens, of millions of texts; an RL
 # run has few texts, and learns more from a row with more blocks.
 SPACING = 2
@@ -126,8 +125,9 @@ def block_loss(
     """`loss` of block drafters.
 
     Each term is a mean over the positions that count, with the weights exp(-j / GAMMA); the token loss only over those
-    whose next token is in the row and in the draft vocabulary (arXiv 2607.05147). The Markov head reads the row's tokens. A
-    path selector has a loss of its own; the others are of the logits without it, and acceptance is of those with it.
+    whose next token is in the row and in the draft vocabulary (arXiv 2607.05147). The Markov head reads the row's tokens,
+    and so does a path selector. What it drafts is compared, unlike in published training of DFlash 2, where the logits without
+    it are, and it has a cross-entropy over its candidates (docs/design/drafter_training.md).
     """
     config = recipe.drafter
     anchors = draw(candidates(batch), step, recipe)
@@ -143,8 +143,8 @@ def block_loss(
         states: Array, normalizer: Array, top: Array, labels: Array, hidden: Array, previous: Array
     ) -> Scores:
         target = head.drafted(states) - normalizer[..., None]
-        logits, extra = draft(hidden, previous)
-        return score(target, logits, top, labels, head.ids, True, **extra)
+        logits, confidence = draft(hidden, previous)
+        return score(target, logits, top, labels, head.ids, True, confidence)
 
     # The policy's logits are computed once for each token of the rows; several positions may predict it.
     normalizer, top = in_chunks(
@@ -162,15 +162,13 @@ def block_loss(
     scores = in_chunks(one, rows, recipe.mesh, max(1, recipe.logits_chunk // 2))
     scores = jax.tree.map(lambda array: array.reshape(places.at.shape), scores)
     counts, weights = places.counts, jnp.exp(-jnp.arange(config.depth) / GAMMA)
-    learns = dict.fromkeys(("token_loss", "selector_loss"), counts & scores.learns)
+    learns = {"token_loss": counts & scores.learns}
     metrics = {
         name: mean(term, learns.get(name, counts), weights) for name, term in scores.terms.items()
     }
     total = TOKEN * metrics["token_loss"] + VARIATION * metrics["variation"]
     if config.confidence:
         total += CONFIDENCE * metrics["confidence_loss"]
-    if config.selector_top_k:
-        total += SELECTOR * metrics["selector_loss"]
     for j in range(config.depth):
         metrics |= at_depth(j, jax.tree.map(lambda array: array[..., j], scores), counts[..., j])  # noqa: B023
     return total, metrics
@@ -257,7 +255,6 @@ def score(
     ids: Int32[Array, " U"] | None,
     is_block: bool = False,
     confidence: Float[Array, "*A"] | None = None,
-    paths: tuple[Float[Array, "*A U"], Float[Array, "*A 1"]] | None = None,
 ) -> Scores:
     """Scores of draft logits against the policy's log-probs `target` of the same tokens.
 
@@ -265,20 +262,12 @@ def score(
     `ids`: the tokens of the draft vocabulary; None: all. `token_loss` is the cross-entropy to the policy over the draft
     vocabulary; of a block drafter that of the labels, with `variation`, the L1 distance of drafter and policy over all
     tokens, and `confidence_loss`, the cross-entropy of the log-odds `confidence` (None: no such head) to the acceptance,
-    which gets no gradient from it. `paths`, of a path selector: logits with its bias, and the least logit of its candidates.
-    Acceptance and agreement are of what it selects; `selector_loss` is its cross-entropy of the labels over the candidates,
-    the label made one of them.
+    which gets no gradient from it.
     """
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     p, q = jnp.exp(target), jnp.exp(logprobs)
-    drafted = q
-    if paths is not None:
-        biased, is_candidate = paths[0], logits >= paths[1]
-        mass = jnp.sum(jnp.where(is_candidate, q, 0), axis=-1, keepdims=True)
-        shares = jax.nn.softmax(jnp.where(is_candidate, biased, -jnp.inf), axis=-1)
-        drafted = jnp.where(is_candidate, mass * shares, q)
-    acceptance = jnp.sum(jnp.minimum(p, drafted), axis=-1)
-    guess = jnp.argmax(logits if paths is None else drafted, axis=-1)
+    acceptance = jnp.sum(jnp.minimum(p, q), axis=-1)
+    guess = jnp.argmax(logits, axis=-1)
     agrees = (guess if ids is None else ids[guess]) == top
     if not is_block:
         token_loss = -jnp.sum(jax.nn.softmax(target, axis=-1) * logprobs, axis=-1)
@@ -290,10 +279,6 @@ def score(
     if ids is not None:
         variation += jnp.maximum(1 - jnp.sum(p, axis=-1), 0)
     terms = {"token_loss": token_loss, "variation": variation}
-    if paths is not None:
-        is_label = index == labels[..., None]
-        among = jax.nn.log_softmax(jnp.where(is_candidate | is_label, biased, -jnp.inf), axis=-1)
-        terms["selector_loss"] = -jnp.sum(jnp.where(is_label, among, 0), axis=-1)
     if confidence is not None:
         wanted = jax.lax.stop_gradient(acceptance)
         terms["confidence_loss"] = optax.sigmoid_binary_cross_entropy(confidence, wanted)
@@ -383,11 +368,11 @@ def sums(logits: Float[Array, "*A V"]) -> tuple[Float[Array, "*A"], Int[Array, "
 
 def draft_logits(
     params: DrafterParams, head: PolicyHead, recipe: DrafterRecipe
-) -> Callable[[Array, Array | None], tuple[Array, dict[str, Array]]]:
+) -> Callable[[Array, Array | None], tuple[Array, Array | None]]:
     """A function of hidden states and Markov embeddings [G, ..., Z] and [G, ..., r] of G data groups (None: no such head).
 
-    It returns draft logits, with the bias of a Markov head, and `score`'s arguments `confidence` or `paths` of drafters that
-    have them. The trained heads are gathered once per data group.
+    It returns draft logits with the Markov bias or as a path selector shares them, and the confidence's log-odds (None without
+    that head). The trained heads are gathered once per data group.
     """
     config, mesh = recipe.drafter, recipe.mesh
     axes = drafters.weights(config, mesh.shape["model"])
@@ -404,23 +389,22 @@ def draft_logits(
     def drafted(copies: dict[str, Array], hidden: Array, embedding: Array | None) -> tuple:
         mine = cast.replace(**copies)
         logits = drafters.logits(mine, config, shared, hidden)
-        bias, extra = None, {}
         if mine.markov_out is not None:
             bias = block_drafter.markov_bias(mine, embedding, hidden)
-        if config.selector_top_k:
-            least = least_of_best(logits, config.selector_top_k, parts)
-            extra["paths"] = logits + bias, least
-        elif bias is not None:
-            logits += bias
+            if config.selector_top_k:
+                is_best = logits >= least_of_best(logits, config.selector_top_k, parts)
+                shared_out = block_drafter.selected(masked(logits, is_best), bias)
+                logits = jnp.where(is_best, shared_out, logits)
+            else:
+                logits += bias
+        confidence = None
         if config.confidence:
-            extra["confidence"] = block_drafter.confidence(mine, hidden, embedding)
-        return logits, extra
+            confidence = block_drafter.confidence(mine, hidden, embedding)
+        return logits, confidence
 
-    def of_groups(hidden: Array, embedding: Array | None) -> tuple[Array, dict[str, Array]]:
-        logits, extra = jax.vmap(drafted)(copies, hidden, embedding)
-        if "paths" in extra:
-            extra["paths"] = head.split(extra["paths"][0], head.axis), extra["paths"][1]
-        return head.split(logits, head.axis), extra
+    def of_groups(hidden: Array, embedding: Array | None) -> tuple[Array, Array | None]:
+        logits, confidence = jax.vmap(drafted)(copies, hidden, embedding)
+        return head.split(logits, head.axis), confidence
 
     return of_groups
 

@@ -163,7 +163,6 @@ ROWS = [
     ("drafter/feature_loss", "smooth-L1 distance to the policy's features, first draft step; only eagle"),
     ("drafter/variation",
      "L1 distance of the drafter's distribution and the policy's, all positions of a block; only block drafters"),
-    ("drafter/selector_loss", "cross-entropy of dflash2's selector over its candidates and the text's token"),
     ("drafter/confidence_loss", "cross-entropy of dspark's confidence to the acceptance probability"),
     ("drafter/agreement@{k}", "share of tokens where drafter and policy have the same likeliest, draft token k"),
     ("drafter/acceptance@{k}", "mean of sum min(policy, drafter) over the vocabulary, draft token k given the text before it"),
