@@ -11,7 +11,7 @@ from tuner_rollouts import decode, measured, seconds
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.spec_decode.strategy import PLAIN, parse
-from tlt_jax.tuner import baselines, cost_model, goodput
+from tlt_jax.tuner import acceptance, baselines, cost_model, goodput
 from tlt_jax.tuner.baselines import parse_arms
 from tlt_jax.tuner.interface import Cell
 
@@ -161,6 +161,70 @@ def test_a_rollout_switches_strategies_for_explorations_and_little_else(round_co
         explored = sum(choice.is_exploring for choice, _ in run.chunks)
         batches = len({seen.batch for _, seen in run.chunks})
         assert switches <= 2 * explored + 2 * batches
+
+
+# Drafters that get worse in a run: (quality, agreement with the policy) before and after 8 of its 24 rollouts.
+ADVERSARIES = {
+    "accepts nothing": ((0.05, 0.0), (0.05, 0.0)),
+    "weights of another policy": ((0.8, 1.0), (0.3, 0.0)),
+    "the policy moves far": ((0.8, 1.0), (0.3, 0.3)),
+}
+
+
+def least_of_ten(round_cost, before, after, seed=0, **load) -> float:
+    """The least speed over plain decoding's of any 10 successive rollouts, in seconds without noise."""
+    scenario, tuner = (
+        scenarios.Scenario(round_cost, *before, seed=seed, **load),
+        tuner_for(round_cost),
+    )
+    state, pairs = None, []
+    for step in range(24):
+        if step == 8:
+            scenario.quality, scenario.agreement = after
+        state, runs = decode(scenario, tuner, 1, 1000 * seed + step, state)
+        plain = decode(scenario, baselines.fixed("off"), 1, 1000 * seed + step)[1]
+        pairs.append((quiet(plain), quiet(runs)))
+    sums = (np.sum(pairs[i : i + 10], axis=0) for i in range(len(pairs) - 9))
+    return min(plain / tuned for plain, tuned in sums)
+
+
+@pytest.mark.parametrize("kind", ADVERSARIES)
+@pytest.mark.parametrize("round_cost", [scenarios.cpu, scenarios.gpu])
+def test_no_drafter_makes_any_ten_rollouts_slower_than_plain_decoding(round_cost, kind):
+    assert least_of_ten(round_cost, *ADVERSARIES[kind]) > 0.97
+
+
+def test_no_drafter_makes_any_ten_rollouts_much_slower_beside_other_work():
+    for kind in ADVERSARIES.values():
+        assert least_of_ten(scenarios.cpu, *kind, disturbed=0.3) > 0.95
+
+
+def test_a_tuner_that_trusts_old_drafts_loses_more(monkeypatch):
+    """A planted mistake, which the tests above would find."""
+    monkeypatch.setattr(acceptance, "CHANGED", 1e6)
+    monkeypatch.setattr(acceptance, "OTHERS_CHANGED", 1e6)
+    monkeypatch.setattr(acceptance, "HALF_LIFE", 1e6)
+    assert least_of_ten(scenarios.gpu, *ADVERSARIES["weights of another policy"]) < 0.95
+
+
+def test_plain_decoding_that_was_measured_only_in_a_slow_first_run_is_measured_again():
+    """A tree that accepts nothing is in use; the budget is spent."""
+    tuner, tree = goodput.goodput(["3_1_4"]), parse("3_1_4")
+    state = tuner.init()
+    for _ in range(9):
+        state = tuner.observe(state, measured(tree, accepted=0.01, per_round=0.027))
+    state = tuner.observe(state, measured(PLAIN, per_round=0.031, rounds=4))
+    state["incumbents"]["4"], state["funds"] = "3_1_4", -1.0
+    taken = []
+    for _ in range(30):
+        state, choice = tuner.choose(state, 4, 4, 512)
+        per_round = 0.022 if choice.strategy == PLAIN else 0.027
+        accepted = 0.0 if choice.strategy == PLAIN else 0.01
+        rounds = min(choice.rounds, 16)
+        seen = measured(choice.strategy, accepted=accepted, per_round=per_round, rounds=rounds)
+        state = tuner.observe(state, seen)
+        taken.append(choice.strategy)
+    assert taken[0] in (tree, PLAIN) and taken[-10:] == [PLAIN] * 10
 
 
 # Other work on the machine

@@ -23,7 +23,8 @@ MEMORY = 2048.0  # limit on the weight of one source, in row rounds
 WALK = 0.12  # std of the random walk of log(1 + accepted) over one half-life
 FARTHEST = 0.5  # limit on the std of that random walk
 REPEATS = 2.0  # row rounds per effectively independent sample: rounds of one row are correlated
-CHANGED = 2.0  # standard errors of difference above which a measurement reduces the weight of earlier ones
+# Standard errors of difference above which a measurement reduces the weight of earlier ones, and of the drafter's other ones.
+CHANGED, OTHERS_CHANGED = 2.0, 4.0
 OTHER_TREE = 0.03  # relative error of the estimate for a smaller tree
 OTHER_BATCH = 0.1  # relative error of an estimate from another batch size (other answer lengths)
 PRIOR = 4.0  # weight of the prior, in row rounds
@@ -99,7 +100,10 @@ def add(
     if text in old["accepted"]:  # means too far apart for chance: the drafter has changed
         newest, mean = float(hits.sum()) / row_rounds, old["accepted"][text]
         chance = REPEATS * (1 + mean) ** 2 * (1 / row_rounds + 1 / max(before, 1e-9))
-        before *= min(CHANGED**2 * chance / max((newest - mean) ** 2, 1e-12), 1.0)
+        apart = chance / max((newest - mean) ** 2, 1e-12)
+        before *= min(CHANGED**2 * apart, 1.0)
+        evidence = doubted(evidence, source, min(OTHERS_CHANGED**2 * apart, 1.0))
+        rows = evidence.get(str(batch), {})
     after, accepted = before + row_rounds, {}
 
     for arm in arms:
@@ -111,6 +115,21 @@ def add(
 
     entry = {"at": clock, "rounds": min(after, MEMORY), "accepted": accepted}
     return {**evidence, str(batch): {**rows, text: entry}}
+
+
+def doubted(evidence: Mapping, source: Strategy, weight: float) -> Mapping:
+    """The evidence with the weight of all of this drafter reduced, since a tree of it accepts another number than before."""
+    if weight == 1:
+        return evidence
+    return {
+        batch: {
+            text: {**entry, "rounds": entry["rounds"] * weight}
+            if parse(text).drafter == source.drafter
+            else entry
+            for text, entry in rows.items()
+        }
+        for batch, rows in evidence.items()
+    }
 
 
 def remaining(entry: Mapping, clock: float) -> float:

@@ -41,6 +41,7 @@ HORIZON = 6.0  # chunks for which the gain of an exploration is assumed to last
 WORTHWHILE = 0.01  # least expected saving of an exploration, as a share of the time
 KNOWN = 0.12  # standard error of log speed above which switching to an arm counts as exploration
 CREDIT = 8.0  # initial exploration budget, in plain rounds
+FIRST_RUN = 0.5  # log seconds by which the first run of plain decoding may be too long
 REST = 6  # choices between two explorations
 EXPLORATION_TIMEOUT = 16  # choices after which an exploration without a measurement is abandoned
 
@@ -90,9 +91,12 @@ def goodput(
         cells = [Cell(batch, slots, arm) for arm in candidates]
         view = Prediction(candidates, *predict(state, cells, one_pass))
         is_compiled = np.array([arm in available for arm in candidates])
-        plain = state["cells"].get(f"{batch}/{slots}/{name(PLAIN)}", {"age": 0})
-        is_old = plain["age"] > cost_model.LIFE
-        state, i, reason = decide(state, view, batch, is_compiled, is_old)
+        plain = state["cells"].get(f"{batch}/{slots}/{name(PLAIN)}")
+        is_close = view.speed.max() < view.speed[0] + FIRST_RUN
+        is_doubtful = bool(plain) and (
+            plain["age"] > cost_model.LIFE or (is_close and not plain["warm"])
+        )
+        state, i, reason = decide(state, view, batch, is_compiled, is_doubtful)
         is_exploring = name(view.arms[i]) != state["incumbents"][str(batch)]
         rounds = EXPLORATION_ROUNDS if is_exploring else MOST_ROUNDS
         predicted = live * math.exp(view.speed[i])
@@ -255,13 +259,13 @@ class Prediction(NamedTuple):
 
 
 def decide(
-    state: State, view: Prediction, batch: int, is_compiled: np.ndarray, is_old: bool = False
+    state: State, view: Prediction, batch: int, is_compiled: np.ndarray, is_doubtful: bool = False
 ) -> tuple[State, int, str]:
     """The new state, the index of the arm, and the reason.
 
     The arm is the best one, or one to explore at a cost that the budget covers, among those with
     compiled programs (`is_compiled`: bool[A]). Plain decoding, with which all are compared, is explored
-    when what was measured of it `is_old`.
+    when what was measured of it is old or of a first run: `is_doubtful`.
     """
     texts = [name(arm) for arm in view.arms]
     sure_A = np.where(is_compiled, view.speed - CAUTION * view.error, -np.inf)
@@ -277,7 +281,7 @@ def decide(
     )
     tried = i
     if best == i and not is_waiting:
-        is_due = is_old and is_compiled[0]
+        is_due = is_doubtful and is_compiled[0]
         tried = 0 if is_due else worth_trying(state, view, i, is_compiled)
     j = best if best != i else tried
     reason = "kept" if j == i else "faster" if j == best else f"exploring against {texts[i]}"
