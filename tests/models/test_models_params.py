@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import architecture, drafter as drafters, hf_config
+from tlt_jax.models import architecture, drafter as drafters, hf_config, layers, params as trees
 from tlt_jax.models.params import Weight, abstract, init, shardings
 
 IN_LAYER = (
@@ -137,3 +137,32 @@ def test_matrices_are_split_over_both_axes_in_training_and_over_model_in_a_rollo
         assert (layer.o.spec, layer.down.spec) == (P(None, "model"), P(None, "model"))
         assert (train.head.spec, rollout.head.spec) == (P("model", "data"), P("model"))
         assert not train.final_norm.spec
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 9])
+def test_a_tiled_matrix_multiplies_as_the_whole(x64, monkeypatch, count):
+    for name, value in {"TILE": 4, "GROUP": 3, "COLUMNS": 8}.items():
+        monkeypatch.setattr(trees, name, value)
+    random = np.random.default_rng(0)
+    matrix, x = random.normal(size=(2, 5, 4, 7)), random.normal(size=(7, count, 1))
+    tiles = jax.jit(trees.tile)(matrix)
+    assert tiles.shape == matrix.shape and {len(part) for part in tiles.parts} == {2, 3}
+    found = jax.jit(layers.project, static_argnums=3)(jnp.asarray(x), tiles, None, 0)
+    np.testing.assert_allclose(found, np.einsum("kjei,icd->kjecd", matrix, x), atol=1e-12)
+    found = jax.jit(layers.project, static_argnums=3)(jnp.moveaxis(x, 0, -1), tiles, None, -1)
+    np.testing.assert_allclose(found, np.einsum("kjei,icd->cdkje", matrix, x), atol=1e-12)
+
+
+def test_a_rollout_tiles_large_matrices_on_a_cpu_that_does_not_split_them(monkeypatch):
+    config = drafter_cases.config("eagle3").layers
+    monkeypatch.setattr(trees, "FEWEST", config.vocab_size * config.hidden_size)
+
+    def of(model_axis, layout="rollout", dtype="float32"):
+        return architecture.abstract(config, meshes.make_mesh(1, model_axis), layout, dtype)
+
+    assert isinstance(of(1).head, trees.Tiles)
+    assert not isinstance(of(1).layers[0].o, trees.Tiles), "small"
+    assert not isinstance(of(1, dtype="bfloat16").head, trees.Tiles)
+    assert not isinstance(of(2).head, trees.Tiles) and not isinstance(
+        of(1, "train").head, trees.Tiles
+    )

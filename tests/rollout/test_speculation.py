@@ -27,7 +27,7 @@ from tlt_jax.drafter import (
 from tlt_jax.drafter.recipe import DrafterRecipe
 from tlt_jax.errors import ConfigError
 from tlt_jax.keys import TRAIN_STREAM, sequence_keys
-from tlt_jax.models import architecture, drafter as drafters
+from tlt_jax.models import architecture, drafter as drafters, params as trees
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout.engine import Engine
@@ -182,6 +182,26 @@ def test_tokens_depend_only_on_weights_prompt_and_seed(
             weights = engine.publish(tiny.params_of(engine), drafter_of(taught, engine.mesh))
             found[taught] = accepted(engine, weights, setting)
         assert found["trained"] > 2 * found["adversary"], found
+
+
+@pytest.mark.parametrize(
+    "drafter, strategies", [("none", NO), ("eagle3", WIDE), ("block of some ids", ONE)]
+)
+def test_tokens_are_the_same_where_a_cpu_tiles_the_matrices(x64, monkeypatch, drafter, strategies):
+    for knob, value in {"TILE": 4, "GROUP": 3, "FEWEST": 64, "COLUMNS": 20}.items():
+        monkeypatch.setattr(trees, knob, value)
+    engine, weights = speculating(
+        drafter, strategies, slots=5, batch_buckets=[1, 5], cache_buckets=[32]
+    )
+    policy = weights[0].target
+    for matrix in (
+        policy.layers[0].qkv,
+        policy.layers[1].gate_up,
+        policy.layers[0].down,
+        policy.head,
+    ):
+        assert isinstance(matrix, trees.Tiles)
+    accepted(engine, weights, tiny.NUCLEUS)
 
 
 def accepted(engine: Engine, weights: list, setting: Sampling) -> float:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from tlt_jax.models import low_rank, params as trees
 from tlt_jax.models.low_rank import Lora, LowRank, merged
-from tlt_jax.models.params import Weight
+from tlt_jax.models.params import Tiles, Weight
 
 # Vocabularies are padded to a multiple of this, so that the weights of a run divide over every usual `model` axis without more
 # padding.
@@ -108,15 +108,15 @@ class JoinedLayer:
     """
 
     attention_norm: Float[Array, " D"]
-    qkv: Float[Array, "K J E D"] | LowRank
-    o: Float[Array, "D HE"] | LowRank
+    qkv: Float[Array, "K J E D"] | LowRank | Tiles
+    o: Float[Array, "D HE"] | LowRank | Tiles
     qkv_bias: Float[Array, "K J E"] | None
     o_bias: Float[Array, " D"] | None
     q_norm: Float[Array, " E"] | None
     k_norm: Float[Array, " E"] | None
     mlp_norm: Float[Array, " D"]
-    gate_up: Float[Array, "2 F D"] | LowRank
-    down: Float[Array, "D F"] | LowRank
+    gate_up: Float[Array, "2 F D"] | LowRank | Tiles
+    down: Float[Array, "D F"] | LowRank | Tiles
     gate_up_bias: Float[Array, "2 F"] | None
     down_bias: Float[Array, " D"] | None
 
@@ -128,13 +128,13 @@ JOINED = ("qkv", "qkv_bias", "gate_up", "gate_up_bias")
 class Params:
     """A policy. `layers`: one stacked Layer ("train") or a tuple of L JoinedLayers ("rollout"). V may be padded.
 
-    `head` is None when the model ties it to the embedding.
+    `head` is None when the model ties it to the embedding, and is not tiled.
     """
 
     embed: Float[Array, "V D"]
     layers: Layer | tuple[JoinedLayer, ...]
     final_norm: Float[Array, " D"]
-    head: Float[Array, "V D"] | None
+    head: Float[Array, "V D"] | Tiles | None
 
 
 def padded_vocab(config: ModelConfig, model_axis: int) -> int:
@@ -261,18 +261,40 @@ def weights(
     )
 
 
-def shardings(config: ModelConfig, mesh: Mesh, layout: str, lora: Lora | None = None) -> Params:
-    """The NamedSharding of every array of Params; `lora`: as for `weights`."""
+def tiled(params: Params, mesh: Mesh, dtype: DTypeLike) -> Params:
+    """Params, or their Weights, in the "rollout" layout, with the large matrices as Tiles where the mesh is of a CPU."""
+    layers = tuple(
+        trees.tiled(layer, ("qkv", "o", "gate_up", "down"), mesh, dtype) for layer in params.layers
+    )
+    found = trees.tiled(params.replace(layers=layers, head=head(params)), ("head",), mesh, dtype)
+    return found if isinstance(found.head, Tiles) else found.replace(head=params.head)
+
+
+def placed(
+    config: ModelConfig, mesh: Mesh, layout: str, dtype: DTypeLike, lora: Lora | None = None
+) -> Params:
+    """`weights` for this mesh. Raises ValueError when the policy does not divide over it."""
     check_mesh(config, mesh)
-    return trees.shardings(weights(config, mesh.shape["model"], layout, lora), mesh, layout)
+    found = weights(config, mesh.shape["model"], layout, lora)
+    return tiled(found, mesh, dtype) if layout == "rollout" else found
+
+
+def shardings(
+    config: ModelConfig,
+    mesh: Mesh,
+    layout: str,
+    lora: Lora | None = None,
+    dtype: DTypeLike = "float32",
+) -> Params:
+    """The NamedSharding of every array of Params in this dtype; `lora`: as for `weights`."""
+    return trees.shardings(placed(config, mesh, layout, dtype, lora), mesh, layout)
 
 
 def abstract(
     config: ModelConfig, mesh: Mesh, layout: str, dtype: DTypeLike, lora: Lora | None = None
 ) -> Params:
     """Shape, dtype and sharding of every array of Params; `lora`: as for `weights`."""
-    check_mesh(config, mesh)
-    return trees.abstract(weights(config, mesh.shape["model"], layout, lora), mesh, layout, dtype)
+    return trees.abstract(placed(config, mesh, layout, dtype, lora), mesh, layout, dtype)
 
 
 def init(config: ModelConfig, mesh: Mesh, key: jax.Array, dtype: DTypeLike) -> Params:
@@ -330,14 +352,16 @@ def to_rollout(
         return join(repeat_kv(layer, config, mesh.shape["model"]), config)
 
     rollout = params.replace(layers=tuple(unstack(index) for index in range(config.num_layers)))
-    rollout = jax.tree.map(lambda leaf: leaf.astype(dtype), rollout)
-    return jax.lax.with_sharding_constraint(rollout, shardings(config, mesh, "rollout", lora))
+    rollout = tiled(jax.tree.map(lambda leaf: leaf.astype(dtype), rollout), mesh, dtype)
+    return jax.lax.with_sharding_constraint(
+        rollout, shardings(config, mesh, "rollout", lora, dtype)
+    )
 
 
 NORMED = -1  # the capture of the last hidden state after the final norm
 Captures = tuple[int, ...]  # features: NORMED, or c for the hidden state after c layers
 
 
-def head(params: Params) -> Float[Array, "V D"]:
+def head(params: Params) -> Float[Array, "V D"] | Tiles:
     """The output embedding."""
     return params.embed if params.head is None else params.head

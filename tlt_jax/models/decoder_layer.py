@@ -19,6 +19,7 @@ from tlt_jax.kernels.numerics import finite, sound
 from tlt_jax.models import layers as ops, low_rank, remat as remats
 from tlt_jax.models.architecture import JoinedLayer, Layer, ModelConfig
 from tlt_jax.models.low_rank import LowRank, is_low_rank
+from tlt_jax.models.params import Tiles
 from tlt_jax.shapes import shaped
 
 
@@ -126,9 +127,11 @@ def finish_nodes(
     eps = config.rms_eps
 
     def add(
-        x: Array, y: Array, weight: Array | LowRank, bias: Array | None, arrivals: Array | None, norm: Array | None
+        x: Array, y: Array, weight: Array | LowRank | Tiles, bias: Array | None, arrivals: Array | None, norm: Array | None
     ) -> tuple[Array, Array | None]:  # fmt: skip
         matrix, changed, found = weight, None, None
+        if isinstance(weight, Tiles):
+            return x + ops.project(y, weight, bias, 0), None
         if is_low_rank(weight):
             matrix, changed = weight.weight, ops.change(y, weight, 0)
         else:
@@ -147,7 +150,7 @@ def finish_nodes(
         matrices = (layer.gate_up,) if joined else (layer.gate, layer.up)
         biases = (layer.gate_up_bias,) if joined else (layer.gate_bias, layer.up_bias)
         found = None
-        if not any(map(is_low_rank, matrices)):
+        if all(isinstance(matrix, jax.Array) for matrix in matrices):
             found = projections.gated(x, layer.mlp_norm, matrices, biases, eps, fused)
         if found is None:
             normed = ops.rms_norm(x, layer.mlp_norm, eps, 0) if normed is None else normed
@@ -169,8 +172,9 @@ def gated(layer: Layer | JoinedLayer, y: Float[Array, "*A D"], axis: int) -> Flo
     elif axis == 0:
         gate, up = ops.project(y, layer.gate_up, layer.gate_up_bias, axis)
     else:
+        matrix = layer.gate_up.weight if isinstance(layer.gate_up, Tiles) else layer.gate_up
         biases = (None, None) if layer.gate_up_bias is None else layer.gate_up_bias
-        gate, up = map(partial(ops.project, y, axis=axis), low_rank.rows(layer.gate_up), biases)
+        gate, up = map(partial(ops.project, y, axis=axis), low_rank.rows(matrix), biases)
     return jax.nn.silu(gate) * up
 
 
@@ -248,14 +252,17 @@ def node_heads(
     )  # fmt: skip
     with jax.named_scope("attention"):
         found = None
-        if inputs and not changed:
+        is_plain = all(isinstance(matrix, jax.Array) for matrix in matrices)
+        if inputs and is_plain:
             found = projections.heads(inputs, norms, *given)
         if found is not None:
             return found
         if y is None:
             pairs = zip(inputs, norms, strict=True)
             y = jnp.concatenate([ops.rms_norm(x, norm, eps, 0) for x, norm in pairs])
-        found = product_parts.heads(y, *given, ops.change(y, layer.qkv, 0) if changed else None)
+        if is_plain or changed:
+            change = ops.change(y, layer.qkv, 0) if changed else None
+            found = product_parts.heads(y, *given, change)
     return ops.by_node(*heads(layer, config, y, *angles, 0), batch) if found is None else found
 
 

@@ -49,7 +49,7 @@ from tlt_jax.models.architecture import (
     repeat_kv,
     rollout_kv_heads,
 )
-from tlt_jax.models.params import Weight
+from tlt_jax.models.params import Tiles, Weight
 from tlt_jax.shapes import shaped
 
 
@@ -327,7 +327,7 @@ class DrafterParams:
     has trainable leaves only.
     """
 
-    fuse: Float[Array, "Z I"]
+    fuse: Float[Array, "Z I"] | Tiles
     fuse_bias: Float[Array, " Z"] | None
     feature_norms: Float[Array, "C Z"] | None
     hidden_norm: Float[Array, " Z"] | None
@@ -341,7 +341,7 @@ class DrafterParams:
     confidence: Float[Array, " C"] | None
     confidence_bias: Float[Array, ""] | None
     context_kv: Float[Array, "L 2 K E Z"] | None
-    head: Float[Array, "U Z"] | None
+    head: Float[Array, "U Z"] | Tiles | None
     ids: Int32[Array, " U"] | None
 
 
@@ -350,7 +350,7 @@ class Shared:
     """The policy's embedding and LM head, which a drafter uses without a copy."""
 
     embed: Float[Array, "V D"]
-    head: Float[Array, "V D"]
+    head: Float[Array, "V D"] | Tiles
 
 
 def shared(params: Params) -> Shared:
@@ -431,19 +431,39 @@ def vocab_axis(config: DrafterConfig, mesh: Mesh) -> str | None:
     return "vocab" if divides else None
 
 
-def placed(config: DrafterConfig, mesh: Mesh, layout: str, is_bound: bool = False) -> DrafterParams:
+def placed(
+    config: DrafterConfig,
+    mesh: Mesh,
+    layout: str,
+    is_bound: bool = False,
+    dtype: DTypeLike = "float32",
+) -> DrafterParams:
     """`weights` for this mesh. Raises ValueError when the drafter does not divide over it."""
     architecture.check_mesh(config.layers, mesh)
     if config.markov_rank % mesh.shape["data"]:
         raise ValueError(
             f"mesh.data {mesh.shape['data']} does not divide the drafter's Markov rank {config.markov_rank}"
         )
-    return weights(config, mesh.shape["model"], layout, is_bound)
+    found = weights(config, mesh.shape["model"], layout, is_bound)
+    return tiled(found, config, mesh, dtype) if layout == "rollout" else found
 
 
-def shardings(config: DrafterConfig, mesh: Mesh, layout: str) -> DrafterParams:
+def tiled(
+    params: DrafterParams, config: DrafterConfig, mesh: Mesh, dtype: DTypeLike
+) -> DrafterParams:
+    """Parameters, or their Weights, of EAGLE in the "rollout" layout with Tiles as architecture.tiled makes them."""
+    if config.is_block:
+        return params
+    names = "q", "k", "v", "o", "gate", "up", "down"
+    params = params.replace(layers=trees.tiled(params.layers, names, mesh, dtype))
+    return trees.tiled(params, ("fuse", "head"), mesh, dtype)
+
+
+def shardings(
+    config: DrafterConfig, mesh: Mesh, layout: str, dtype: DTypeLike = "float32"
+) -> DrafterParams:
     """The NamedSharding of every array of the drafter's parameters. Raises ValueError as `placed` does."""
-    return trees.shardings(placed(config, mesh, layout), mesh, layout)
+    return trees.shardings(placed(config, mesh, layout, dtype=dtype), mesh, layout)
 
 
 def abstract(
@@ -453,7 +473,7 @@ def abstract(
 
     Raises ValueError as `placed` does.
     """
-    return trees.abstract(placed(config, mesh, layout, is_bound), mesh, layout, dtype)
+    return trees.abstract(placed(config, mesh, layout, is_bound, dtype), mesh, layout, dtype)
 
 
 def init(
@@ -501,7 +521,7 @@ def to_rollout(
     else:
         rollout = params.replace(layers=repeat_kv(params.layers, sizes, model_axis))
     return jax.lax.with_sharding_constraint(
-        cast(rollout, dtype), shardings(config, mesh, "rollout")
+        tiled(cast(rollout, dtype), config, mesh, dtype), shardings(config, mesh, "rollout", dtype)
     )
 
 
@@ -524,9 +544,10 @@ def bind(
 
 
 @partial(jax.jit, static_argnames="sharding")
-def rows_at(matrix: Array, ids: Array, sharding: NamedSharding) -> Array:
+def rows_at(matrix: Array | Tiles, ids: Array, sharding: NamedSharding) -> Array:
     """The rows of the matrix at these ids."""
-    return jax.lax.with_sharding_constraint(matrix[ids], sharding)
+    rows = (matrix.weight if isinstance(matrix, Tiles) else matrix)[ids]
+    return jax.lax.with_sharding_constraint(rows, sharding)
 
 
 def gathered(features: Float[Array, "B W F"], fused: Fused | None) -> Float[Array, "B W F"]:
@@ -557,7 +578,11 @@ def logits(
     matrix = params.head
     if matrix is None:
         matrix = shared.head if params.ids is None else shared.head[params.ids]
-    scores = contract("...d,vd->...v", hidden, matrix.astype(hidden.dtype))
+    matrix = trees.for_columns(matrix, math.prod(hidden.shape[:-1]))
+    if isinstance(matrix, Tiles):
+        scores = ops.project(hidden, matrix, None, -1)
+    else:
+        scores = contract("...d,vd->...v", hidden, matrix.astype(hidden.dtype))
     if params.ids is not None:
         return scores
     return masked(scores, jnp.arange(scores.shape[-1]) < config.layers.vocab_size)

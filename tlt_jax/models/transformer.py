@@ -18,6 +18,7 @@ from tlt_jax.kernels.numerics import contract, masked
 from tlt_jax.models import decoder_layer, layers as ops, remat as remats
 from tlt_jax.models.architecture import NORMED, Captures, Layer, ModelConfig, Params, head
 from tlt_jax.models.kv_cache import KVCache, Scratch
+from tlt_jax.models.params import Tiles, for_columns
 from tlt_jax.shapes import shaped
 
 
@@ -172,8 +173,12 @@ def tree_forward(
             scores = contract("dt,vd->tv", x, head(params))
             if config.vocab_size < scores.shape[1]:
                 scores = masked(scores, jnp.arange(scores.shape[1]) < config.vocab_size)
+        elif isinstance(matrix := for_columns(head(params), B * N), Tiles):
+            scores = ops.project(x.T, matrix, None, -1)
+            if config.vocab_size < scores.shape[1]:
+                scores = masked(scores, jnp.arange(scores.shape[1]) < config.vocab_size)
         else:
-            scores = contract("vd,dt->vt", head(params), x)
+            scores = contract("vd,dt->vt", matrix, x)
             scores = masked(scores, jnp.arange(scores.shape[0])[:, None] < config.vocab_size).T
     features = gathered(captures, [states[capture] for capture in captures], x, axis=0).T.reshape(
         B, N, -1

@@ -230,12 +230,12 @@ class Engine(EngineBase):
         reshard = partial(
             architecture.to_rollout, config=model_config, mesh=mesh, dtype=dtype, lora=self.lora
         )
-        shardings = architecture.shardings(model_config, mesh, "rollout", self.lora)
+        shardings = architecture.shardings(model_config, mesh, "rollout", self.lora, dtype)
         self.reshard = Early(jax.jit(reshard, out_shardings=shardings), self.programs.background)
         if drafter:
             reshard = partial(drafters.to_rollout, config=drafter, mesh=mesh, dtype=dtype)
             self.reshard_drafter = jax.jit(
-                reshard, out_shardings=drafters.shardings(drafter, mesh, "rollout")
+                reshard, out_shardings=drafters.shardings(drafter, mesh, "rollout", dtype)
             )
 
     def checked_kernels(self) -> list[Fused]:
