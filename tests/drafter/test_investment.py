@@ -156,6 +156,7 @@ QUARTER = PATIENCE // 4  # micro-steps of an RL step
     ([(0.6, QUARTER)] * 5 + [(0.6 - 1.1 * FALL, 0)], False),  # it falls: training resumes
     ([(0.6, QUARTER)] * 5 + [(0.6 - 1.1 * FALL, 0)] + [(0.57, QUARTER)] * 3, False),
     ([(0.6, QUARTER)] + [(0.6 + 0.9 * RISE, QUARTER)] * 4, True),  # noise is no improvement
+    ([(0.6 - 0.4 * RISE * step, QUARTER) for step in range(20)], False),  # the policy moves away
     ([(0.6, 0)] * 50, False),  # nothing was trained: no evidence against training
     *(
         ([(0.6, QUARTER)] + [(0.6, count)] * (PATIENCE // count - 1 + late), bool(late))

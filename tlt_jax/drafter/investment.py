@@ -184,10 +184,10 @@ class Investment:
 
 @dataclass(frozen=True)
 class Budget:
-    """Pauses training when acceptance stalls, and resumes it when acceptance falls.
+    """Pauses training when acceptance stays as it is, and resumes it when acceptance falls.
 
-    `best`: highest acceptance since training started or resumed. `stalled`: micro-steps of a group since `best` last
-    rose.
+    `best`: acceptance when it last moved. `stalled`: micro-steps of a group since then. A fall is no stall: where the policy
+    moves away, training holds acceptance up.
     """
 
     best: float = 0.0
@@ -198,7 +198,7 @@ class Budget:
         """The budget after an RL step of `steps` micro-steps; `acceptance`: of the first draft token, at its end."""
         if self.is_paused:
             return self if acceptance > self.best - FALL else Budget(best=acceptance)
-        if acceptance > self.best + RISE:
+        if abs(acceptance - self.best) > RISE:
             return Budget(best=acceptance)
         stalled = self.stalled + steps
         return replace(self, stalled=stalled, is_paused=stalled >= PATIENCE)
