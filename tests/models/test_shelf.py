@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -17,6 +18,9 @@ FACTS = {
     "bases": ["policy"], "tokenizer": "t", "kind": "eagle3", "draft_vocab": 8, "captures": [1, 2], "tokens": 1200, "steps": 30,
     "data": "math", "started_from": "", "run": "runs/a", "policy": "owner/policy",
 }  # fmt: skip
+
+
+WRITTEN = FACTS | {"weights": "", "at": 0}
 
 
 @pytest.fixture
@@ -69,12 +73,13 @@ def test_the_entries_not_used_for_longest_go_first(drafter, tmp_path, monkeypatc
 
 @pytest.mark.parametrize(
     "damage",
-    ["", "[]", '{"bases": []}', json.dumps(FACTS | {"tokens": "many", "weights": "", "at": 0})],
+    ["", "[]", json.dumps(WRITTEN | {"bases": []}), json.dumps(WRITTEN | {"tokens": "many"})],
 )
 def test_a_damaged_entry_is_left_out_with_a_line(drafter, tmp_path, damage, caplog):
     shelf.put(tmp_path / "shelf", "a", drafter, FACTS)
     shelf.put(tmp_path / "shelf", "b", drafter, FACTS)
     (tmp_path / "shelf" / "a" / shelf.FACTS).write_text(damage)
+    shutil.copytree(tmp_path / "shelf" / "b", tmp_path / "shelf" / "c.partial")  # not finished
     assert [one.directory.name for one in shelf.entries(tmp_path / "shelf")] == ["b"]
     (line,) = caplog.messages
     assert "cannot be read, and is not used" in line
@@ -142,6 +147,7 @@ def test_a_policy_is_known_by_its_weights_and_not_by_its_files(tmp_path):
     assert shelf.weights_digest(policy(tmp_path / "three", tensors, 3)) == digest
     others = [tensors | {name: tensors[name] * 1.001} for name in tensors if tensors[name].size]
     others += [tensors | {"norm": np.ones(4, "f2")}, tensors | {"more": np.ones(1, "f4")}]
+    others += [tensors | {"norm": np.zeros(4, dtype)} for dtype in ("f4", "i4")]
     others += [tensors | {"layers.0.w": tensors["layers.0.w"].reshape(4, 6)}]
     found = {shelf.weights_digest(policy(tmp_path / str(n), one)) for n, one in enumerate(others)}
     assert len(found | {digest}) == len(others) + 1
