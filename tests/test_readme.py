@@ -165,10 +165,10 @@ def test_a_drafter_is_trained_and_drafts(tmp_path, monkeypatch):
     few += ["--drafter_training.unroll", "1"]
     assert start(words_of(make, *TINY, *few), monkeypatch) == 0
     drafter = TINY.index("--speculation.drafter")
-    always = ["--speculation.tuner", "fixed", "--speculation.strategies", "[2_1_3]"]
+    always = ["--speculation.tuner", "fixed", "--speculation.strategies", "[learned:2_1_3]"]
     assert start(words_of(train, *TINY[:drafter], *TINY[drafter + 2 :], *always), monkeypatch) == 0
-    chunks = (tmp_path / "runs/drafted/speculation/000001.jsonl").read_text().splitlines()
-    assert {json.loads(chunk)["strategy"] for chunk in chunks} == {"2_1_3"}
+    chunks = (tmp_path / "runs/quickstart/speculation/000001.jsonl").read_text().splitlines()
+    assert {json.loads(chunk)["strategy"] for chunk in chunks} == {"learned:2_1_3"}
 
 
 def test_a_finished_run_is_used(quickstart, tmp_path, monkeypatch, capsys):

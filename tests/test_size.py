@@ -19,7 +19,7 @@ MOST = {
     "modules of the package": 190,
     "lines of tests": 34_400,
     "lines of benchmarks": 2_960,
-    "words of pages": 28_300,
+    "words of pages": 28_600,
     "knobs": 111,
 }
 

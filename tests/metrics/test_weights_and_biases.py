@@ -77,6 +77,7 @@ def write(config: Config, steps, resumed_from: int | None = None, act=None):
 
 def records(path: Path) -> Iterator:
     """The records of a W&B run file, by the layout of LevelDB's log: 7 bytes, then blocks of 32 KiB."""
+    from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record as Stored
 
     data, at, parts = path.read_bytes(), 7, b""
@@ -88,7 +89,10 @@ def records(path: Path) -> Iterator:
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # complete, or the last part
-            yield Stored.FromString(parts)
+            try:
+                yield Stored.FromString(parts)
+            except DecodeError:  # being written
+                return
             parts = b""
 
 

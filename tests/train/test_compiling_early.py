@@ -52,7 +52,7 @@ def test_a_run_that_compiles_early_has_the_same_bits_and_compiles_no_program_twi
     configure, tmp_path, monkeypatch, compiled
 ):
     def run(name: str, cores: int):
-        monkeypatch.setattr(compilation, "cores", lambda: cores)
+        monkeypatch.setattr(compilation, "processors", lambda: range(cores))
         forget()
         config = configure(tmp_path / name, MANY | SEVERAL)
         assert loop.train(config) == cli.DONE
@@ -76,7 +76,7 @@ def test_a_run_that_compiles_early_has_the_same_bits_and_compiles_no_program_twi
 def test_rows_of_another_kind_than_expected_compile_in_the_update(
     configure, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(compilation, "cores", lambda: 99)
+    monkeypatch.setattr(compilation, "processors", lambda: range(99))
     forget()
     real = policy_update.update
 
@@ -93,7 +93,7 @@ def test_rows_of_another_kind_than_expected_compile_in_the_update(
 
 
 def test_an_interrupted_start_drops_what_has_not_begun_to_compile(configure, tmp_path, monkeypatch):
-    monkeypatch.setattr(compilation, "cores", lambda: 99)
+    monkeypatch.setattr(compilation, "processors", lambda: range(99))
     forget()
     made, submit = [], Background.submit
 

@@ -35,8 +35,16 @@ def read(folder: Path, targets: Mapping[str, Any]) -> dict[str, Any]:
     def one(name: str, target: Any) -> Any:
         wanted = present(ocp.tree.serialize_tree(target, keep_empty_nodes=True))
         places = ocp.checkpoint_utils.construct_restore_args(wanted)
-        found = ocp.args.PyTreeRestore(item=wanted, restore_args=places, partial_restore=True)
-        return ocp.tree.deserialize_tree(handler.restore(folder / name, args=found), target)
+        asked = ocp.args.PyTreeRestore(item=wanted, restore_args=places, partial_restore=True)
+        found = ocp.tree.deserialize_tree(handler.restore(folder / name, args=asked), target)
+        for path, leaf in jax.tree.leaves_with_path(found):
+            if isinstance(
+                leaf, jax.ShapeDtypeStruct
+            ):  # what files with wrong names lack is left as it was
+                raise ValueError(
+                    f"NOT_FOUND: {name}{jax.tree_util.keystr(path)} is not in the files"
+                )
+        return found
 
     try:
         with all_reads_end():
