@@ -21,7 +21,7 @@ from tlt_jax.drafter import (
     update as drafter_update,
 )
 from tlt_jax.drafter.recipe import DrafterRecipe, DrafterState, recipe_of as configured
-from tlt_jax.models import architecture, drafter as drafters, eagle
+from tlt_jax.models import architecture, drafter as drafters, eagle, params as trees
 from tlt_jax.optimizer import Adam
 
 MODEL = architecture.ModelConfig(
@@ -286,15 +286,20 @@ def test_state_is_the_one_announced_for_checkpoints(x64):
 # The step
 
 
-def test_stored_features_give_the_same_update_as_computed_ones(x64):
-    recipe = recipe_of(REDUCED)
+@pytest.mark.parametrize("kind", [REDUCED, DSPARK_REDUCED])
+def test_stored_features_give_the_same_update_as_computed_ones(x64, monkeypatch, kind):
+    """With the policy of a rollout, also where a CPU has its matrices in tiles."""
+    recipe = recipe_of(kind)
     policy, batch, update = policy_of(recipe), batch_of(recipe), drafter_update.program(recipe)
     expected = update(state_of(recipe), policy, batch)
     stored = observed(recipe, policy, batch)
-    rollout = jax.jit(
-        lambda policy: architecture.to_rollout(policy, MODEL, recipe.mesh, "float64")
-    )(policy)
-    assert_same(update(state_of(recipe), rollout, stored), expected, rtol=1e-9, atol=1e-12)
+    for tile, fewest in ((4, 1), (64, 2**18)):
+        monkeypatch.setattr(trees, "TILE", tile), monkeypatch.setattr(trees, "FEWEST", fewest)
+        rollout = jax.jit(
+            lambda policy: architecture.to_rollout(policy, MODEL, recipe.mesh, "float64")
+        )(policy)
+        assert isinstance(rollout.head, trees.Tiles) == (tile == 4)
+        assert_same(update(state_of(recipe), rollout, stored), expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", [REDUCED, DFLASH2_REDUCED, DSPARK_REDUCED])

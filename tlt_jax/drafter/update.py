@@ -27,6 +27,7 @@ from tlt_jax.drafter.recipe import DrafterRecipe, DrafterState, abstract_state, 
 from tlt_jax.models import drafter as drafters, transformer
 from tlt_jax.models.architecture import Params
 from tlt_jax.models.drafter import DrafterParams
+from tlt_jax.models.params import whole
 from tlt_jax.rollout.executables.programs import GroupShapes, Program, StateShape
 
 
@@ -43,6 +44,7 @@ def update(
 
     ids, trained = state.params.ids, state.params.replace(ids=None)
     shared = drafters.shared(policy)
+    shared = shared.replace(head=whole(shared.head))  # of the rollout, where few tokens read tiles
 
     def trained_loss(trained: DrafterParams) -> tuple[Array, dict[str, Array]]:
         return losses.loss(trained.replace(ids=ids), shared, batch, recipe, state.step)

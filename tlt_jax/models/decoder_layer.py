@@ -19,7 +19,7 @@ from tlt_jax.kernels.numerics import finite, sound
 from tlt_jax.models import layers as ops, low_rank, remat as remats
 from tlt_jax.models.architecture import JoinedLayer, Layer, ModelConfig
 from tlt_jax.models.low_rank import LowRank, is_low_rank
-from tlt_jax.models.params import Tiles
+from tlt_jax.models.params import Tiles, whole
 from tlt_jax.shapes import shaped
 
 
@@ -172,7 +172,7 @@ def gated(layer: Layer | JoinedLayer, y: Float[Array, "*A D"], axis: int) -> Flo
     elif axis == 0:
         gate, up = ops.project(y, layer.gate_up, layer.gate_up_bias, axis)
     else:
-        matrix = layer.gate_up.weight if isinstance(layer.gate_up, Tiles) else layer.gate_up
+        matrix = whole(layer.gate_up)
         biases = (None, None) if layer.gate_up_bias is None else layer.gate_up_bias
         gate, up = map(partial(ops.project, y, axis=axis), low_rank.rows(matrix), biases)
     return jax.nn.silu(gate) * up

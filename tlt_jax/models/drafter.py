@@ -546,8 +546,7 @@ def bind(
 @partial(jax.jit, static_argnames="sharding")
 def rows_at(matrix: Array | Tiles, ids: Array, sharding: NamedSharding) -> Array:
     """The rows of the matrix at these ids."""
-    rows = (matrix.weight if isinstance(matrix, Tiles) else matrix)[ids]
-    return jax.lax.with_sharding_constraint(rows, sharding)
+    return jax.lax.with_sharding_constraint(trees.whole(matrix)[ids], sharding)
 
 
 def gathered(features: Float[Array, "B W F"], fused: Fused | None) -> Float[Array, "B W F"]:

@@ -63,9 +63,14 @@ class Tiles:
         return self.weight.shape
 
 
+def whole(matrix: Array | Tiles) -> Array:
+    """The matrix itself."""
+    return matrix.weight if isinstance(matrix, Tiles) else matrix
+
+
 def for_columns(matrix: Array | Tiles, count: int) -> Array | Tiles:
     """What a product of the matrix with this many columns reads: the tiles, if it has some, or the whole matrix."""
-    return matrix.weight if isinstance(matrix, Tiles) and count > COLUMNS else matrix
+    return whole(matrix) if count > COLUMNS else matrix
 
 
 def tile(matrix: Array | Weight) -> Tiles:
