@@ -115,6 +115,13 @@ def test_while_drafting_the_credit_is_small_less_when_stalled_and_more_when_acce
     assert credit(fallen) == pytest.approx(LONG * STEP + EARLY * STEP)
     assert credit(replace(fallen, reserve=0.0)) == pytest.approx(LONG * STEP)
 
+    left, most = (
+        40,
+        LONG * STEP * 40,
+    )  # a run that begins with a drafter compiles its training first
+    assert rising.earned(None, 0, left, 1.01 * most, drafts=True).credit == 0
+    assert rising.earned(None, 0, left, 0.99 * most, drafts=True).credit > 0
+
     random, known, spent = np.random.default_rng(0), drafting([], 0.0), 0.0
     for step in range(500):
         known = known.earned(None, step, 500 - step, 0.0, drafts=True)

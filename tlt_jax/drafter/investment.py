@@ -150,6 +150,10 @@ class Investment:
             return replace(self, credit=0.0)
         if not step or not left:
             return replace(self, credit=0.0)
+        if (
+            drafts and compile_cost > LONG * step * left
+        ):  # the run begins with a drafter, and is short
+            return replace(self, credit=0.0)
         if drafts:
             return self.kept_up(step)
         saved, start = worth(HOPED)
