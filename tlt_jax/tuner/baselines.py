@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -82,6 +82,17 @@ def costs_alone(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.nda
     return -seconds, error
 
 
+def unlearned(
+    choose: Callable[..., tuple[State, Choice]],
+    usable: Callable[[State, int, int], Sequence[Strategy]],
+) -> Tuner:
+    """A tuner whose choices depend on nothing that was measured; it learns costs for the planner alone."""
+    return Tuner(
+        begin, choose, learn_costs, unchanged, usable, costs_alone, has_fixed_policy=True,
+        is_disturbed=cost_model.is_disturbed,
+    )  # fmt: skip
+
+
 def fixed(strategy: Strategy | str) -> Tuner:
     """A tuner that always returns this strategy, which may be plain decoding."""
     arm = (parse_arms([strategy]) or (PLAIN,))[0]
@@ -92,16 +103,7 @@ def fixed(strategy: Strategy | str) -> Tuner:
     def usable(state: State, batch: int, fewest_live: int) -> Sequence[Strategy]:
         return () if arm == PLAIN else (arm,)
 
-    return Tuner(
-        begin,
-        choose,
-        learn_costs,
-        unchanged,
-        usable,
-        costs_alone,
-        True,
-        is_disturbed=cost_model.is_disturbed,
-    )
+    return unlearned(choose, usable)
 
 
 def threshold(strategies: Sequence[Strategy | str], limit: int) -> Tuner:
@@ -119,16 +121,7 @@ def threshold(strategies: Sequence[Strategy | str], limit: int) -> Tuner:
     def usable(state: State, batch: int, fewest_live: int) -> Sequence[Strategy]:
         return strategies_for(buckets, batch)[:1] if fewest_live <= limit else ()
 
-    return Tuner(
-        begin,
-        choose,
-        learn_costs,
-        unchanged,
-        usable,
-        costs_alone,
-        True,
-        is_disturbed=cost_model.is_disturbed,
-    )
+    return unlearned(choose, usable)
 
 
 def beg_mab(
