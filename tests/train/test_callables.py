@@ -144,12 +144,12 @@ def scorer_of(reward, **knobs) -> Scorer:
 def test_what_a_reward_in_a_thread_does_fails_its_own_score(caplog):
     def probe(prompt, completion, row):
         if completion == "hang":
-            time.sleep(1.5)
+            time.sleep(4.0)
         if completion == "leave":
             sys.exit()
         return {"good": 1.0, "none": None}[completion]
 
-    with scorer_of(probe, timeout_s=0.3) as scorer:
+    with scorer_of(probe, timeout_s=2.0) as scorer:
         for text in ("hang", "leave", "raise", "none", "good"):
             scorer.submit(text, "p", text, {})
         found = {text: (one.value, one.failure) for text, one in scorer.collect().items()}
