@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -173,6 +174,30 @@ def test_the_size_of_a_micro_step_follows_its_seconds(setting, monkeypatch):
     assert trainer.sized(2048, 0.05, 4.0) == 2048
     assert trainer.sized(2048, 0.3, 4.0) == 512
     assert trainer.sized(256, 0.0, 0.02) == 512
+
+
+def test_the_first_micro_step_that_must_pay_is_compiled_once_the_rollouts_left_are_long_enough(
+    setting,
+):
+    cost, prepared = 3.0, []
+    programs = SimpleNamespace(compile_cost=lambda piece: cost, prepare=prepared.append)
+    trainer = IdleTraining(
+        setting.trainer.on_devices,
+        {0: None},
+        programs,
+        partial(MicroStep, recipe=setting.recipe),
+        must_pay=True,
+    )
+    for seconds in (0.0, 0.9 * cost / idle.COMPILING):
+        trainer.resize(seconds)
+    assert not prepared
+    trainer.resize(1.1 * cost / idle.COMPILING)
+    cost = 0.0
+    trainer.resize(0.0)
+    assert len(prepared) == 2 and trainer.tokens == idle.FIRST_TOKENS
+    cost, trainer.must_pay = 3.0, False
+    trainer.resize(0.0)
+    assert len(prepared) == 3
 
 
 def test_the_merge_leaves_out_a_failed_group_and_has_the_others(caplog, monkeypatch):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tlt_jax.rollout.executables.compilation import Executables
 
 LEAST_IDLE_S = 0.5  # shortest expected idle time in which a group trains
-RESIZED = 0.05  # share of the rest of the run's rollouts that compiling micro-steps of another size may take
+COMPILING = 0.05  # share of the rest of the run's rollouts that compiling micro-steps of a size may take
 EVALUATE_EVERY = 16  # micro-steps between evaluations on held-out windows
 LEAST_TOKENS, MOST_TOKENS = 128, 8192  # limits of the tokens of a micro-step
 MICRO_STEP_S = 0.25  # longest micro-step in seconds: RL work may have to wait for it
@@ -66,7 +66,7 @@ class IdleTraining:
     Call `begin` before each rollout and `end` after it. All state but the drafter's is a cache: a restart loses replay,
     copies, sizes and compile costs, which costs speed only. `replays`: of the data groups of this process.
     `piece(group, tokens)` returns the program of a micro-step (update.MicroStep). `job` makes all processes decide
-    alike. Training starts by `activate`. Without `is_idle_used` no group trains when idle.
+    alike. Training starts by `activate`. Without `is_idle_used` no group trains when idle; `must_pay`: see `resize`.
     """
 
     kind = "train"
@@ -81,10 +81,12 @@ class IdleTraining:
         job: Job | None = None,
         is_idle_used: bool = True,
         clock: Clock = WALL,
+        must_pay: bool = False,
     ):
         self.on_devices, self.replays, self.job = on_devices, dict(replays), job or Job()
         self.programs, self.piece, self.clock = programs, piece, clock
-        self.bound, self.is_idle_used, self.seconds = bound, is_idle_used, 0.0  # of a rollout
+        self.bound, self.is_idle_used, self.must_pay = bound, is_idle_used, must_pay
+        self.seconds = 0.0  # of a rollout
         # Held-out acceptance of the drafter by depth, given the depths before.
         self.depths: list[float] = []  # measured in this step
         self.tokens = self.wanted = (
@@ -146,10 +148,15 @@ class IdleTraining:
         self.copies = {group: Copy(part) for group, part in self.on_devices.spread(state).items()}
 
     def resize(self, seconds_left: float) -> None:
-        """Compiles the micro-steps of the wanted size and uses them once compiled; keeps the size if that would not pay off."""
+        """Compiles the micro-steps of the wanted size and uses them once compiled, if they cost little of the seconds left.
+
+        Else the size stays. With `must_pay` the first size has to cost little too: nothing trains in a run's first rollout,
+        where no seconds are known, or in a short run.
+        """
         pieces = [self.piece(group, self.wanted) for group in self.replays]
         compile_cost = self.programs.compile_cost(pieces[0])
-        if self.tokens != self.wanted and compile_cost >= RESIZED * seconds_left:
+        is_optional = self.must_pay or self.tokens != self.wanted
+        if is_optional and compile_cost and compile_cost >= COMPILING * seconds_left:
             self.wanted = self.tokens
             return
         self.programs.prepare(pieces)

@@ -146,6 +146,7 @@ class DrafterLearning:
             job=engine.job,
             is_idle_used=not config.rollout.deterministic,
             clock=engine.clock,
+            must_pay=config.drafter_training.share == AUTO,
         )
         self.in_update = None
         if share := config.drafter_training.share:
