@@ -230,6 +230,23 @@ def test_goodput_drops_an_arm_that_measured_slower_than_plain():
     assert tuner.choose(state, 4, 4, 512)[1].strategy == PLAIN
 
 
+def test_where_only_plain_decoding_is_compiled_nothing_is_predicted_and_the_state_is_the_same():
+    tuner, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
+    state = tuner.init()
+    for _ in range(6):
+        state = tuner.observe(state, measured(PLAIN, per_round=0.020))
+        state = tuner.observe(state, measured(arm, accepted=0.9, per_round=0.022))
+    state = tuner.choose(state, 4, 4, 512, (PLAIN, arm))[0]
+    assert state["incumbents"]["4"] == "2_2_4" and state["gain"] > 1
+    alone, choice = tuner.choose(state, 4, 4, 512, (PLAIN,))
+    cells = [Cell(4, 512, one) for one in (PLAIN, arm)]
+    view = goodput.Prediction((PLAIN, arm), *goodput.predict(state, cells, None))
+    given = {**state, "choices": state["choices"] + 1}
+    full, i, reason = goodput.decide(given, view, 4, np.array([True, False]))
+    assert (alone, choice.strategy, choice.reason) == (full, view.arms[i], reason)
+    assert math.isnan(choice.predicted) and not choice.is_exploring
+
+
 @pytest.mark.parametrize(("faster", "text"), [(-0.025, "2_2_4"), (-0.1, "off")])
 def test_hysteresis_keeps_the_arm_in_use_until_another_is_clearly_faster(faster, text):
     for held, plain in (("2_2_4", 0.02 * (1 + faster)), ("off", 0.02 / (1 + faster))):

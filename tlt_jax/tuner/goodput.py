@@ -87,6 +87,10 @@ def goodput(
                 PLAIN if PLAIN in available else available[0], math.nan, "baseline"
             )
 
+        if available == [PLAIN]:  # nothing to predict: chunks of a small policy take milliseconds
+            incumbents = {**state["incumbents"], str(batch): name(PLAIN)}
+            return {**state, "incumbents": incumbents, "gain": 1.0}, Choice(PLAIN, math.nan, "kept")
+
         state = refitted(state, node_cost, one_pass)
         cells = [Cell(batch, slots, arm) for arm in candidates]
         view = Prediction(candidates, *predict(state, cells, one_pass))
