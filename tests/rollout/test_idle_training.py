@@ -190,10 +190,12 @@ def test_the_first_micro_step_that_must_pay_is_compiled_once_the_rollouts_left_a
     )
     for seconds in (0.0, 0.9 * cost / idle.COMPILING):
         trainer.resize(seconds)
-    assert not prepared
+    trainer.activate()
+    assert not prepared and not trainer.background_work(), "nothing is harvested in vain"
     trainer.resize(1.1 * cost / idle.COMPILING)
     cost = 0.0
     trainer.resize(0.0)
+    assert trainer.background_work()
     assert len(prepared) == 2 and trainer.tokens == idle.FIRST_TOKENS
     cost, trainer.must_pay = 3.0, False
     trainer.resize(0.0)

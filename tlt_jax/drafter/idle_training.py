@@ -98,13 +98,13 @@ class IdleTraining:
         self.broken: set[int] = set()  # groups whose work raised in this step
         self.broke: dict[int, int] = {}  # group -> steps in a row in which its work raised
         self.failures = 0  # steps in a row in which groups failed and none trained
-        self.pays_off = self.is_stopped = False
+        self.pays_off = self.is_stopped = self.is_prepared = False
         self.micro_step_seconds = 0.0  # of the latest micro-step after a rollout
         self.paid_seconds = 0.0  # of the micro-steps after this rollout
 
     def background_work(self) -> dict[str, Any]:
-        """The arguments of Engine.run that make idle groups train."""
-        if not self.is_active or not self.is_idle_used:
+        """The arguments of Engine.run that make idle groups train; none before the first micro-steps pay."""
+        if not (self.is_active and self.is_idle_used and self.is_prepared):
             return {}
         return {
             "harvesters": self.replays,
@@ -142,6 +142,8 @@ class IdleTraining:
         if not self.is_active or not self.is_idle_used:
             return
         self.resize(self.seconds * (request.rollouts_left + 1))
+        if not self.is_prepared:
+            return
         for replay in self.replays.values():
             replay.begin(step, request)
         self.policies = {group: one.target for group, one in weights.items()}
@@ -160,6 +162,7 @@ class IdleTraining:
             self.wanted = self.tokens
             return
         self.programs.prepare(pieces)
+        self.is_prepared = True
         if not any(map(self.programs.compile_cost, pieces)):
             self.tokens = self.wanted
 

@@ -42,7 +42,7 @@ MAX_PROGRAMS = 1024  # limit on the executables in memory: the least recently us
 # (0.98 to 1.05): most of their time is in matrix products, which come from libraries.
 CPU_OPTIONS = {"xla_backend_optimization_level": 1}
 # Expected seconds of a compilation, relative to compiling the program: to load one of another data group; one that an earlier
-# run compiled, which is lowered again; and the cost of a background compilation to a rollout.
+# run compiled, which is lowered again; and the least cost of a background compilation to a rollout.
 LOADING, CACHED, BACKGROUND = 0.07, 0.2, 0.3
 FIRST = 3.0  # expected seconds of a chunk of plain decoding before the first compilation
 RECENT = 12  # compilations that the estimate uses: newer ones may come from a cache
@@ -132,6 +132,9 @@ class Executables:
         cores = len(processors())
         self.spare_cores = cores - (jax.local_device_count() if self.is_cpu else 0)
         self.waits = self.spare_cores <= 0
+        # What else runs has the other cores meanwhile, and on a CPU it uses them all.
+        background = max(BACKGROUND, 1 / cores) if self.is_cpu else BACKGROUND
+        self.share = 1.0 if self.waits else background  # of its seconds that a compilation costs
         self.sizes = sizes_of(shapes[0])
         self.cache_keys: dict[tuple[Program, str], str] = {}  # of `cache_key`
         self.background = Background(
@@ -293,7 +296,7 @@ class Executables:
             program in self.pending and self.pending[program].done()
         ):
             return 0.0
-        share = 1.0 if self.waits else BACKGROUND
+        share = self.share
         if self.is_shared(program):
             return share * LOADING * self.compile_costs.of(program)
         earlier = self.disk_cache.seconds(self.cache_key(program))
