@@ -17,9 +17,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "RE
 MOST = {
     "lines of the package": 37_600,
     "modules of the package": 190,
-    "lines of tests": 34_400,
+    "lines of tests": 34_450,
     "lines of benchmarks": 2_960,
-    "words of pages": 28_600,
+    "words of pages": 28_750,
     "knobs": 111,
 }
 
