@@ -103,13 +103,57 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3},
         **NEW,
     },
+    "mistral": {
+        "model_type": "mistral",
+        "sliding_window": None,
+        "head_dim": 16,
+        "rope_theta": 1e6,
+        **OLD,
+    },
+    "smollm3": {
+        "model_type": "smollm3",
+        "num_hidden_layers": 5,
+        "no_rope_layer_interval": 2,
+        "tie_word_embeddings": True,
+        "pad_token_id": None,
+        **NEW,
+    },
+    "smollm3_named": {
+        "model_type": "smollm3",
+        "num_hidden_layers": 3,
+        "no_rope_layers": [0, 1, 1],
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+        "pad_token_id": None,
+        **NEW,
+    },
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 8.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.0625,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        **OLD,
+    },
+    "phi3": {"model_type": "phi3", "sliding_window": None, "pad_token_id": None, **OLD},
+    "olmo2": {"model_type": "olmo2", "rope_theta": 5e5, "pad_token_id": None, **OLD},
+    "olmo2_bias": {
+        "model_type": "olmo2",
+        "attention_bias": True,
+        "num_key_value_heads": 4,
+        "pad_token_id": None,
+        **NEW,
+    },
     "llama_yarn_factor": {
         "model_type": "llama",
         "rope_scaling": {"rope_type": "yarn", "attention_factor": 0.7, **YARN},
         **OLD,
     },
 }
-FAMILIES = ("qwen2", "qwen3", "llama")
+FAMILIES = ("qwen2", "qwen3", "llama", "smollm3", "granite", "phi3", "olmo2")
 TOKENS = np.random.RandomState(0).randint(0, SIZES["vocab_size"], (2, LENGTH))
 
 

@@ -43,7 +43,7 @@ class Rope:
 class ModelConfig:
     """Sizes and features of a policy: hashable, a static argument of every program."""
 
-    family: str  # qwen2 | qwen3 | llama
+    family: str  # of hf_config.FAMILIES
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -57,7 +57,13 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: str = ""  # of queries and keys: "" (none), "head" (each head alone) or "width" (all heads together)
+    norms_after: bool = False  # norm what attention and MLP give, and not what they read
+    unrotated: tuple[int, ...] = ()  # layers without rotary embedding
+    embed_scale: float = 1.0  # of embeddings
+    residual_scale: float = 1.0  # of what attention and MLP add
+    score_scale: float = 1.0  # of attention scores, beyond head_dim ** -0.5
+    logit_scale: float = 1.0
     tied: bool = False
     init_std: float = 0.02
     eos_ids: tuple[int, ...] = ()
@@ -77,10 +83,11 @@ class ModelConfig:
 class Layer:
     """Weights of one transformer layer, or of all of them stacked on a leading axis L; absent ones are None.
 
-    Matrices are [out, in], as in HF files.
+    Matrices are [out, in], as in HF files. Norms of what attention and MLP read, or of what they give (`attended_norm`,
+    `mlp_out_norm`).
     """
 
-    attention_norm: Float[Array, "*L D"]
+    attention_norm: Float[Array, "*L D"] | None
     q: Float[Array, "*L HE D"] | LowRank
     k: Float[Array, "*L KE D"] | LowRank
     v: Float[Array, "*L KE D"] | LowRank
@@ -89,15 +96,17 @@ class Layer:
     k_bias: Float[Array, "*L KE"] | None
     v_bias: Float[Array, "*L KE"] | None
     o_bias: Float[Array, "*L D"] | None
-    q_norm: Float[Array, "*L E"] | None
-    k_norm: Float[Array, "*L E"] | None
-    mlp_norm: Float[Array, "*L D"]
+    q_norm: Float[Array, "*L _"] | None
+    k_norm: Float[Array, "*L _"] | None
+    attended_norm: Float[Array, "*L D"] | None
+    mlp_norm: Float[Array, "*L D"] | None
     gate: Float[Array, "*L F D"] | LowRank
     up: Float[Array, "*L F D"] | LowRank
     down: Float[Array, "*L D F"] | LowRank
     gate_bias: Float[Array, "*L F"] | None
     up_bias: Float[Array, "*L F"] | None
     down_bias: Float[Array, "*L D"] | None
+    mlp_out_norm: Float[Array, "*L D"] | None
 
 
 @struct.dataclass
@@ -107,18 +116,20 @@ class JoinedLayer:
     `qkv` has J = H / K + 2 heads for each of the K KV heads: its queries, its key, its value.
     """
 
-    attention_norm: Float[Array, " D"]
+    attention_norm: Float[Array, " D"] | None
     qkv: Float[Array, "K J E D"] | LowRank | Tiles
     o: Float[Array, "D HE"] | LowRank | Tiles
     qkv_bias: Float[Array, "K J E"] | None
     o_bias: Float[Array, " D"] | None
-    q_norm: Float[Array, " E"] | None
-    k_norm: Float[Array, " E"] | None
-    mlp_norm: Float[Array, " D"]
+    q_norm: Float[Array, " _"] | None
+    k_norm: Float[Array, " _"] | None
+    attended_norm: Float[Array, " D"] | None
+    mlp_norm: Float[Array, " D"] | None
     gate_up: Float[Array, "2 F D"] | LowRank | Tiles
     down: Float[Array, "D F"] | LowRank | Tiles
     gate_up_bias: Float[Array, "2 F"] | None
     down_bias: Float[Array, " D"] | None
+    mlp_out_norm: Float[Array, " D"] | None
 
 
 JOINED = ("qkv", "qkv_bias", "gate_up", "gate_up_bias")
@@ -167,9 +178,13 @@ def layer_weights(config: ModelConfig, kv_heads: int, kv_axis: str | None) -> La
     def bias(wanted: bool, size: int, axis: str | None) -> Weight | None:
         return Weight((size,), (axis,), "zeros") if wanted else None
 
-    head_norm = Weight((E,), (None,), "ones") if config.qk_norm else None
+    def norm(wanted: bool, size: int = D, axis: str | None = None) -> Weight | None:
+        return Weight((size,), (axis,), "ones") if wanted else None
+
+    q_size, k_size = {"": (0, 0), "head": (E, E), "width": (HE, KE)}[config.qk_norm]
+    is_wide, after = config.qk_norm == "width", config.norms_after
     return Layer(
-        attention_norm=Weight((D,), (None,), "ones"),
+        attention_norm=norm(not after),
         q=Weight((HE, D), ("heads", "embed")),
         k=Weight((KE, D), (kv_axis, "embed")),
         v=Weight((KE, D), (kv_axis, "embed")),
@@ -178,15 +193,17 @@ def layer_weights(config: ModelConfig, kv_heads: int, kv_axis: str | None) -> La
         k_bias=bias(config.qkv_bias, KE, kv_axis),
         v_bias=bias(config.qkv_bias, KE, kv_axis),
         o_bias=bias(config.o_bias, D, None),
-        q_norm=head_norm,
-        k_norm=head_norm,
-        mlp_norm=Weight((D,), (None,), "ones"),
+        q_norm=norm(q_size > 0, q_size, "heads" if is_wide else None),
+        k_norm=norm(k_size > 0, k_size, kv_axis if is_wide else None),
+        attended_norm=norm(after),
+        mlp_norm=norm(not after),
         gate=Weight((F, D), ("mlp", "embed")),
         up=Weight((F, D), ("mlp", "embed")),
         down=Weight((D, F), ("embed", "mlp")),
         gate_bias=bias(config.mlp_bias, F, "mlp"),
         up_bias=bias(config.mlp_bias, F, "mlp"),
         down_bias=bias(config.mlp_bias, D, None),
+        mlp_out_norm=norm(after),
     )
 
 
@@ -315,9 +332,8 @@ def repeat_kv(layer: Layer, config: ModelConfig, model_axis: int) -> Layer:
         heads = array.reshape(config.num_kv_heads, config.head_dim, *array.shape[1:])
         return jnp.repeat(heads, repeats, axis=0).reshape(-1, *array.shape[1:])
 
-    return layer.replace(
-        **{name: repeat(getattr(layer, name)) for name in ("k", "v", "k_bias", "v_bias")}
-    )
+    names = ("k", "v", "k_bias", "v_bias", *(("k_norm",) if config.qk_norm == "width" else ()))
+    return layer.replace(**{name: repeat(getattr(layer, name)) for name in names})
 
 
 def join(layer: Layer, config: ModelConfig) -> JoinedLayer:

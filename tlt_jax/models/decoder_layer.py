@@ -41,7 +41,7 @@ def heads(
         at, G = 0 if axis == 0 else -3, layer.qkv.shape[1] - 2  # where K lies in y
         parts = jnp.split(y, (G, G + 1), axis=at + 1)
         q, k, v = (jax.lax.collapse(part, at, at + 2) for part in parts)
-        q = rotated(q, layer.q_norm, config, cos, sin, axis)
+        q = rotated(q, layer.q_norm, config, cos, sin, axis, config.score_scale)
         return q, rotated(k, layer.k_norm, config, cos, sin, axis), v
 
 
@@ -56,7 +56,7 @@ def queries(
 ) -> Float[Array, "*A H E"]:
     """Rotated queries, as of `heads`."""
     q = by_head(ops.project(x, layer.q, layer.q_bias, axis), config, axis)
-    return rotated(q, layer.q_norm, config, cos, sin, axis)
+    return rotated(q, layer.q_norm, config, cos, sin, axis, config.score_scale)
 
 
 @jax.named_scope("attention")
@@ -90,11 +90,18 @@ def rotated(
     cos: Float[Array, "*A 1 half"],
     sin: Float[Array, "*A 1 half"],
     axis: int,
+    scale: float = 1.0,
 ) -> Float[Array, "*A H E"]:
-    """Queries or keys, normed if the policy has that norm, then rotated."""
+    """Queries or keys, normed if the policy has that norm, then rotated and scaled."""
     width = 1 if axis == 0 else -1
     x = remats.named(x, remats.HEADS)  # before the norm, whose backward pass needs it
-    x = x if norm is None else ops.rms_norm(x, norm, config.rms_eps, width)
+    if norm is not None and config.qk_norm == "width":
+        flat = x.reshape(-1, *x.shape[2:]) if axis == 0 else x.reshape(*x.shape[:-2], -1)
+        x = ops.rms_norm(flat, norm, config.rms_eps, axis).reshape(x.shape)
+    elif norm is not None:
+        x = ops.rms_norm(x, norm, config.rms_eps, width)
+    if scale != 1:
+        x = scale * x
     first, second = jnp.split(x, 2, axis=width)  # pairs (i, i + E/2) are rotated
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=width)
 
@@ -107,12 +114,20 @@ def finish(
     axis: int,
 ) -> Float[Array, "*A D"]:
     """The layer's output: the projection of attention's result is added, then the MLP."""
+    eps, scale = config.rms_eps, config.residual_scale
+
+    def add(x: Array, y: Array, matrix: Array | LowRank | Tiles, bias: Array | None, norm: Array | None) -> Array:
+        y = ops.project(y, matrix, bias, axis)
+        y = y if norm is None else ops.rms_norm(y, norm, eps, axis)
+        return x + (y if scale == 1 else scale * y)
+
     with jax.named_scope("attention"):
-        x = remats.named(x + ops.project(attended, layer.o, layer.o_bias, axis), remats.ATTENDED)
+        x = add(x, attended, layer.o, layer.o_bias, layer.attended_norm)
+        x = remats.named(x, remats.ATTENDED)
 
     with jax.named_scope("mlp"):
-        inner = gated(layer, ops.rms_norm(x, layer.mlp_norm, config.rms_eps, axis), axis)
-        return x + ops.project(inner, layer.down, layer.down_bias, axis)
+        y = x if layer.mlp_norm is None else ops.rms_norm(x, layer.mlp_norm, eps, axis)
+        return add(x, gated(layer, y, axis), layer.down, layer.down_bias, layer.mlp_out_norm)
 
 
 def finish_nodes(
@@ -123,8 +138,13 @@ def finish_nodes(
     next_norm: Float[Array, " D"] | None,
     fused: Fused | None,
 ) -> tuple[Float[Array, "D BN"], Float[Array, "D BN"] | None]:
-    """`finish` of tree nodes, by kernels where there are some; and that normed by `next_norm` where one kernel makes both."""
+    """`finish` of tree nodes, by kernels where there are some; and that normed by `next_norm` where one kernel makes both.
+
+    The kernels add what a projection gives, and read normed inputs.
+    """
     eps = config.rms_eps
+    if config.norms_after or config.residual_scale != 1:
+        return finish(layer, config, x, attended, 0), None
 
     def add(
         x: Array, y: Array, weight: Array | LowRank | Tiles, bias: Array | None, arrivals: Array | None, norm: Array | None
@@ -196,7 +216,8 @@ def packed_layer(
     `for_cache`: values are finite, and keys NaN where values were not: tokens that see them are NaN, no others. At padding
     both are finite. Without it, a token that is not finite may make its whole row so; such an update is skipped.
     """
-    y = ops.rms_norm(x, layer.attention_norm, config.rms_eps)
+    norm = layer.attention_norm
+    y = x if norm is None else ops.rms_norm(x, norm, config.rms_eps)
     q, k, v = heads(layer, config, y, *angles, axis=-1)
     if for_cache:
         k = jnp.where(sound(v)[..., None], k, jnp.nan)
@@ -222,6 +243,20 @@ def node_angles(
     """Cosine and sine of the rotary embedding of tree nodes."""
     cos, sin = ops.rope_angles(config.rope, config.head_dim, positions.reshape(-1), dtype)
     return cos.T, sin.T
+
+
+def at_layer(
+    config: ModelConfig, layer: int | Int[Array, ""], angles: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    """Cosine and sine of the rotary embedding in one layer: 1 and 0 in a layer without it."""
+    if not config.unrotated:
+        return angles
+    cos, sin = angles
+    if isinstance(layer, int):
+        is_rotated = layer not in config.unrotated
+        return angles if is_rotated else (jnp.ones_like(cos), jnp.zeros_like(sin))
+    is_rotated = (layer != jnp.array(config.unrotated)).all()
+    return jnp.where(is_rotated, cos, 1), jnp.where(is_rotated, sin, 0)
 
 
 def node_heads(
@@ -251,8 +286,8 @@ def node_heads(
         eps, fused,
     )  # fmt: skip
     with jax.named_scope("attention"):
-        found = None
-        is_plain = all(isinstance(matrix, jax.Array) for matrix in matrices)
+        found, is_usual = None, config.qk_norm != "width" and config.score_scale == 1
+        is_plain = is_usual and all(isinstance(matrix, jax.Array) for matrix in matrices)
         if inputs and is_plain:
             found = projections.heads(inputs, norms, *given)
         if found is not None:
@@ -260,7 +295,7 @@ def node_heads(
         if y is None:
             pairs = zip(inputs, norms, strict=True)
             y = jnp.concatenate([ops.rms_norm(x, norm, eps, 0) for x, norm in pairs])
-        if is_plain or changed:
+        if is_plain or (changed and is_usual):
             change = ops.change(y, layer.qkv, 0) if changed else None
             found = product_parts.heads(y, *given, change)
     return ops.by_node(*heads(layer, config, y, *angles, 0), batch) if found is None else found
@@ -276,6 +311,8 @@ def attention_heads(
 ) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
     """`node_heads` of a layer that reads x; x: also normed, where a kernel made that too."""
     x, normed = x
+    if config.norms_after:
+        return node_heads(layer, config, (), (), x, angles, batch, fused)
     return node_heads(layer, config, (x,), (layer.attention_norm,), normed, angles, batch, fused)
 
 
@@ -285,7 +322,7 @@ def tree_layer(
     layer: JoinedLayer,
     config: ModelConfig,
     x: tuple[Float[Array, "D BN"], Float[Array, "D BN"] | None],
-    next_norm: Float[Array, " D"],
+    next_norm: Float[Array, " D"] | None,
     angles: tuple[Float[Array, "half BN"], Float[Array, "half BN"]],
     ancestors: Bool[Array, "B N N"],
     past: tuple[Float[Array, "B K E S"], Float[Array, "B K _ _"], Int[Array, " B"], bool],

@@ -275,7 +275,8 @@ def for_policy(policy: ModelConfig, kind: str, **changes: Any) -> DrafterConfig:
     family = policy.family if policy.family in row.families else row.families[0]
     given = {
         "family": family, "num_layers": NEW_LAYERS if row.is_block else 1, "qkv_bias": family == "qwen2", "o_bias": False,
-        "mlp_bias": False, "qk_norm": family == "qwen3", "tied": False, "eos_ids": (),
+        "mlp_bias": False, "qk_norm": "head" if family == "qwen3" else "", "tied": False, "eos_ids": (),
+        "norms_after": False, "unrotated": (), **dict.fromkeys(("embed_scale", "residual_scale", "score_scale", "logit_scale"), 1.0),
     }  # fmt: skip
     inner = {one.name for one in fields(ModelConfig)} & {*changes}
     layers = replace(policy, **given | {name: changes.pop(name) for name in inner})

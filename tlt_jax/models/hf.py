@@ -24,7 +24,7 @@ from tlt_jax import atomic
 from tlt_jax.config.parse import HUB_ID
 from tlt_jax.errors import ModelError
 from tlt_jax.models.architecture import Layer, ModelConfig, Params, abstract, weights
-from tlt_jax.models.hf_config import eos_entry, read_json, to_hf_config
+from tlt_jax.models.hf_config import FAMILIES, Family, eos_entry, read_json, to_hf_config
 from tlt_jax.models.low_rank import merged
 
 TOP = {
@@ -52,6 +52,7 @@ IN_LAYER = {
     "up_bias": "mlp.up_proj.bias",
     "down_bias": "mlp.down_proj.bias",
 }
+LLAMA = FAMILIES["llama"]
 PyTree = Any
 
 DERIVED = re.compile(r".*rotary_emb\.inv_freq")  # in some old files; the config determines it
@@ -71,7 +72,8 @@ class Tensor(NamedTuple):
     """One tensor of the files: its name and shape, the leaf that it is in the tree of weights, and its dtype.
 
     `leaf`: a path of attributes, as "layers.q". `layer`: the index of the tensor in a leaf that is stacked, else None.
-    dtype None: the dtype of the weights.
+    dtype None: the dtype of the weights. `below`: further leaves of the tensor, which has one below the other; `rows`: of
+    each.
     """
 
     name: str
@@ -79,28 +81,47 @@ class Tensor(NamedTuple):
     leaf: str
     layer: int | None
     dtype: str | None = None
+    below: tuple[str, ...] = ()
+    rows: tuple[int, ...] = ()
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """All leaves in the tensor, from the top."""
+        return self.leaf, *self.below
 
 
 def tensors(config: ModelConfig) -> Iterator[Tensor]:
     """Every tensor of a model's files, in the order of the network."""
     D, V = config.hidden_size, config.vocab_size
     yield Tensor(TOP["embed"], (V, D), "embed", None)
-    yield from layer_tensors("model.layers.{}.", weights(config, 1).layers, config.num_layers)
+    family, layers = FAMILIES[config.family], weights(config, 1).layers
+    yield from layer_tensors("model.layers.{}.", layers, config.num_layers, family)
     yield Tensor(TOP["final_norm"], (D,), "final_norm", None)
     if not config.tied:
         yield Tensor(TOP["head"], (V, D), "head", None)
 
 
-def layer_tensors(prefix: str, layers: Layer, count: int) -> Iterator[Tensor]:
+def layer_tensors(
+    prefix: str, layers: Layer, count: int, family: Family = LLAMA
+) -> Iterator[Tensor]:
     """The tensors of `count` layers with these Weights; a prefix without {} is that of one layer, which is not stacked."""
     is_stacked = "{}" in prefix
+    wholes = {fields[0]: (name, fields) for name, fields in family.joined.items()}
+    parts = {field for fields in family.joined.values() for field in fields[1:]}
     for layer in range(count):
-        for field, name in IN_LAYER.items():
+        for field, name in (IN_LAYER | family.renamed).items():
             weight = getattr(layers, field)
-            if weight is not None:
-                shape = weight.shape[1:] if is_stacked else weight.shape
-                index = layer if is_stacked else None
-                yield Tensor(prefix.format(layer) + name, shape, f"layers.{field}", index)
+            if weight is None or field in parts:
+                continue
+            name, fields = wholes.get(field, (name, (field,)))
+            shapes = [getattr(layers, one).shape[1 if is_stacked else 0 :] for one in fields]
+            rows = tuple(shape[0] for shape in shapes)
+            shape, leaves = (sum(rows), *shapes[0][1:]), [f"layers.{one}" for one in fields]
+            index, below = layer if is_stacked else None, tuple(leaves[1:])
+            yield Tensor(
+                prefix.format(layer) + name, shape, leaves[0], index,
+                below=below, rows=rows if below else (),
+            )  # fmt: skip
 
 
 def resolve(path: str | Path) -> Path:
@@ -145,7 +166,8 @@ def read_tree(
     """
     parts: dict[str, list[Tensor]] = {}
     for tensor in wanted:
-        parts.setdefault(tensor.leaf, []).append(tensor)
+        for leaf in tensor.leaves:
+            parts.setdefault(leaf, []).append(tensor)
 
     def one(path: jax.tree_util.KeyPath, spec: jax.ShapeDtypeStruct) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -153,7 +175,7 @@ def read_tree(
         def part(index: tuple[slice, ...]) -> np.ndarray:
             if name in known:
                 return known[name][index].astype(spec.dtype)
-            slices = [stored[tensor.name] for tensor in parts[name]]
+            slices = [Rows.of(stored, tensor, name) for tensor in parts[name]]
             if parts[name][0].layer is None:
                 return read(slices[0], index, spec.shape, spec.dtype)
             chosen = slices[index[0]]
@@ -162,6 +184,29 @@ def read_tree(
         return jax.make_array_from_callback(spec.shape, spec.sharding, part)
 
     return jax.tree_util.tree_map_with_path(one, target)
+
+
+class Rows(NamedTuple):
+    """The rows of a leaf in a stored tensor that has several leaves, one below the other."""
+
+    stored: Any
+    first: int
+    count: int
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any], tensor: Tensor, leaf: str) -> Any:
+        """The stored tensor, or the leaf's rows of it."""
+        if not tensor.below:
+            return stored[tensor.name]
+        place = tensor.leaves.index(leaf)
+        return cls(stored[tensor.name], sum(tensor.rows[:place]), tensor.rows[place])
+
+    def get_shape(self) -> list[int]:
+        return [self.count, *self.stored.get_shape()[1:]]
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        rows, *rest = index
+        return self.stored[(slice(self.first + rows.start, self.first + rows.stop), *rest)]
 
 
 def read(
@@ -325,6 +370,14 @@ def host_copy(tree: PyTree, tensor: Tensor, mesh: Mesh, dtype: np.dtype) -> np.n
 
     Adapters are merged; an absent leaf is zeros.
     """
+    if tensor.below:
+        alone = [tensor._replace(leaf=leaf, below=(), rows=()) for leaf in tensor.leaves]
+        shapes = [(count, *tensor.shape[1:]) for count in tensor.rows]
+        copies = [
+            host_copy(tree, one._replace(shape=shape), mesh, dtype)
+            for one, shape in zip(alone, shapes, strict=True)
+        ]
+        return np.concatenate(copies)
     leaf, shape = attrgetter(tensor.leaf)(tree), tensor.shape
     if leaf is None:
         return np.zeros(shape, dtype)

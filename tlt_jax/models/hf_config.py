@@ -4,19 +4,140 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tlt_jax.errors import ModelError
 from tlt_jax.models.architecture import ModelConfig, Rope
 
-ARCHITECTURES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "llama": "LlamaForCausalLM",
+Raw = Mapping[str, Any]  # of a config.json
+
+
+class Family(NamedTuple):
+    """How a model type differs from the others, in its config.json and in the tensors of its files.
+
+    `defaults`: of entries that a config.json may lack, as transformers has them. `entries`: further ones that are read, and
+    `read(raw)`: the ModelConfig's fields from them; `write(config)`: the entries from the fields. `renamed`: field of Layer
+    -> its tensor in a layer, where that is not hf.IN_LAYER's. `joined`: a tensor in a layer that has those of several
+    fields, one below the other -> these fields.
+    """
+
+    architecture: str
+    defaults: Raw = {}
+    entries: tuple[str, ...] = ()
+    read: Callable[[Raw], dict[str, Any]] = lambda raw: {}
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+    renamed: Mapping[str, str] = {}
+    joined: Mapping[str, tuple[str, ...]] = {}
+
+
+def read_biases(raw: Raw) -> dict[str, Any]:
+    """Biases of attention and of the MLP."""
+    bias = bool(raw.get("attention_bias"))
+    return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bool(raw.get("mlp_bias"))}
+
+
+def write_biases(config: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+
+
+def read_attention_bias(raw: Raw) -> dict[str, Any]:
+    """Biases of attention, where the MLP has none."""
+    return read_biases({"attention_bias": raw.get("attention_bias")})
+
+
+def write_attention_bias(config: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": config.qkv_bias}
+
+
+SCALES = {
+    "embed_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "score_scale": "attention_multiplier",
+    "logit_scale": "logits_scaling",
 }
+
+
+def read_scales(raw: Raw) -> dict[str, Any]:
+    """Granite's four factors; its attention_multiplier stands in the place of head_dim ** -0.5."""
+    given = {field: float(raw.get(name, 1.0)) for field, name in SCALES.items()}
+    width = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    given |= {
+        "score_scale": given["score_scale"] * math.sqrt(width),
+        "logit_scale": 1 / given["logit_scale"],
+    }
+    return read_biases(raw) | given
+
+
+def write_scales(config: ModelConfig) -> dict[str, Any]:
+    found = {name: getattr(config, field) for field, name in SCALES.items()}
+    found["attention_multiplier"] /= math.sqrt(config.head_dim)
+    return write_biases(config) | found | {"logits_scaling": 1 / config.logit_scale}
+
+
+def read_unrotated(raw: Raw) -> dict[str, Any]:
+    """SmolLM3's layers without rotary embedding: named one by one, or every few."""
+    count, every = raw["num_hidden_layers"], raw.get("no_rope_layer_interval", 4)
+    rotated = raw.get("no_rope_layers") or [(i + 1) % every for i in range(count)]
+    if len(rotated) < count:
+        raise ModelError(
+            f"no_rope_layers has {len(rotated)} entries for {count} layers: give each layer one"
+        )
+    unrotated = tuple(i for i in range(count) if not rotated[i])
+    return read_biases(raw) | {"unrotated": unrotated}
+
+
+def write_unrotated(config: ModelConfig) -> dict[str, Any]:
+    rotated = [int(i not in config.unrotated) for i in range(config.num_layers)]
+    layers = {"layer_types": ["full_attention"] * config.num_layers, "use_sliding_window": False}
+    return write_biases(config) | {"no_rope_layers": rotated} | layers
+
+
+QWEN_POSITIONS = {"max_position_embeddings": 32768}
+# A field of Layer is its tensor in another place.
+NORMS_AFTER = {
+    "attended_norm": "post_attention_layernorm.weight",
+    "mlp_out_norm": "post_feedforward_layernorm.weight",
+}
+FUSED = {
+    "self_attn.qkv_proj.weight": ("q", "k", "v"),
+    "mlp.gate_up_proj.weight": ("gate", "up"),
+}
+FAMILIES = {
+    "qwen2": Family("Qwen2ForCausalLM", QWEN_POSITIONS, read=lambda raw: {"qkv_bias": True}),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", QWEN_POSITIONS | {"head_dim": 128}, ("attention_bias",),
+        lambda raw: read_attention_bias(raw) | {"qk_norm": "head"}, write_attention_bias,
+    ),
+    "llama": Family(
+        "LlamaForCausalLM", {"max_position_embeddings": 2048}, ("attention_bias", "mlp_bias"), read_biases, write_biases
+    ),
+    "mistral": Family(
+        "MistralForCausalLM", {"max_position_embeddings": 131072, "sliding_window": 4096, "num_key_value_heads": 8},
+        ("sliding_window",), write=lambda config: {"sliding_window": None},
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        {"max_position_embeddings": 32768, "rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True},
+        ("attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval"), read_unrotated, write_unrotated,
+    ),
+    "granite": Family(
+        "GraniteForCausalLM", {"max_position_embeddings": 2048}, ("attention_bias", "mlp_bias", *SCALES.values()),
+        read_scales, write_scales,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM", {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        write=lambda config: {"sliding_window": None, "original_max_position_embeddings": config.max_positions},
+        joined=FUSED,
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}, ("attention_bias",),
+        lambda raw: read_attention_bias(raw) | {"qk_norm": "width", "norms_after": True}, write_attention_bias,
+        NORMS_AFTER,
+    ),
+}  # fmt: skip
 REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -24,7 +145,7 @@ REQUIRED = (
     "num_attention_heads",
     "intermediate_size",
 )
-# What `model.init` may hold: fields of a config.json that shape a new model.
+# What `model.init` may hold: fields of a config.json that shape a new model, and those of its family.
 INIT_FIELDS = (
     "model_type", *REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
     "tie_word_embeddings", "attention_bias", "mlp_bias", "rope_theta", "rope_scaling", "rope_parameters",
@@ -44,10 +165,9 @@ def from_hf_config(
     if missing:
         raise ModelError(f"config.json lacks {', '.join(missing)}: give sizes for them")
     check_numbers(raw)
-    family, heads, width = raw["model_type"], raw["num_attention_heads"], raw["hidden_size"]
-    head_dim = raw.get("head_dim") or (128 if family == "qwen3" else width // heads)
-    bias = bool(raw.get("attention_bias")) and family != "qwen2"
-    positions = raw.get("max_position_embeddings") or (2048 if family == "llama" else 32768)
+    family = FAMILIES[raw["model_type"]]
+    raw = {**raw, **{name: value for name, value in family.defaults.items() if raw.get(name) is None}}
+    heads, width, positions = raw["num_attention_heads"], raw["hidden_size"], raw["max_position_embeddings"]
     eos = raw.get("eos_token_id"), (generation or {}).get("eos_token_id"), list(tokenizer_eos)
     lists = [one if isinstance(one, list) else [one] for one in eos]
     eos_ids = tuple(sorted({int(one) for ids in lists for one in ids if one is not None}))
@@ -58,24 +178,21 @@ def from_hf_config(
         )
     try:
         return ModelConfig(
-            family=family,
+            family=raw["model_type"],
             vocab_size=raw["vocab_size"],
             hidden_size=width,
             num_layers=raw["num_hidden_layers"],
             num_heads=heads,
             num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=head_dim,
+            head_dim=raw.get("head_dim") or width // heads,
             mlp_dim=raw["intermediate_size"],
             max_positions=positions,
             rope=read_rope(raw, positions),
             rms_eps=raw.get("rms_norm_eps", 1e-6),
-            qkv_bias=bias or family == "qwen2",
-            o_bias=bias,
-            mlp_bias=bool(raw.get("mlp_bias")) and family == "llama",
-            qk_norm=family == "qwen3",
             tied=bool(raw.get("tie_word_embeddings", False)),
             init_std=raw.get("initializer_range", 0.02),
             eos_ids=eos_ids,
+            **family.read(raw),
         )
     except ValueError as error:
         raise ModelError(f"config.json: {error}") from error
@@ -95,11 +212,15 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
     experts = ", ".join(f"{name} {raw[name]}" for name in names if raw.get(name))
     factor = raw.get("partial_rotary_factor")
     other = sorted({*(raw.get("layer_types") or [])} - {"full_attention"})
+    refuse((kind not in FAMILIES, f"model_type {kind!r} is not supported: use {', '.join(FAMILIES)}"))
+    window = raw.get("sliding_window", FAMILIES[kind].defaults.get("sliding_window"))
+    is_windowed = kind in ("mistral", "phi3") and window is not None
     refuse(
-        (kind not in ARCHITECTURES, f"model_type {kind!r} is not supported: use {', '.join(ARCHITECTURES)}"),
         (experts, f"{experts}: mixture of experts is not supported, use a dense model"),
         (raw.get("use_sliding_window"),
          "use_sliding_window true: sliding-window attention is not supported, only full attention"),
+        (is_windowed and window < (raw.get("max_position_embeddings") or math.inf),
+         f"sliding_window {window}: sliding-window attention is not supported, only full attention (null)"),
         (other, f"layer_types {', '.join(other)}: not supported, only full_attention"),
         (act != "silu", f"hidden_act {act!r} is not supported, only 'silu'"),
         (raw.get("quantization_config"),
@@ -184,7 +305,7 @@ def yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
 def to_hf_config(config: ModelConfig, dtype: Any) -> dict[str, Any]:
     """The config.json of this model, in the dialect that transformers 4 and 5, vLLM and SGLang read."""
     raw: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[config.family]],
+        "architectures": [FAMILIES[config.family].architecture],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -203,11 +324,7 @@ def to_hf_config(config: ModelConfig, dtype: Any) -> dict[str, Any]:
         "torch_dtype": str(dtype),
         "use_cache": True,
     }
-    if config.family != "qwen2":
-        raw["attention_bias"] = config.qkv_bias
-    if config.family == "llama":
-        raw["mlp_bias"] = config.mlp_bias
-    return raw | eos_entry(config)
+    return raw | FAMILIES[config.family].write(config) | eos_entry(config)
 
 
 def eos_entry(config: ModelConfig) -> dict[str, Any]:
@@ -242,10 +359,12 @@ def write_rope(rope: Rope) -> dict[str, Any] | None:
 
 def new_config(init: Mapping[str, Any], vocab_size: int, eos_ids: Iterable[int]) -> ModelConfig:
     """The ModelConfig of `model.init`, with this vocabulary and EOS unless `init` has its own."""
-    unknown = sorted(set(init) - set(INIT_FIELDS))
+    family = FAMILIES.get(init.get("model_type", INIT_DEFAULTS["model_type"]))
+    usable = dict.fromkeys([*INIT_FIELDS, *(family.entries if family else ())])
+    unknown = sorted(set(init) - set(usable))
     if unknown:
         raise ModelError(
-            f"model.init has unknown fields {', '.join(unknown)}: use {', '.join(INIT_FIELDS)}"
+            f"model.init has unknown fields {', '.join(unknown)}: use {', '.join(usable)}"
         )
     if init.get("vocab_size", vocab_size) < vocab_size:
         raise ModelError(

@@ -113,8 +113,8 @@ def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
     }
     kind, family = known.get(named[0], (None, None))
     is_block = kind is not None and drafters.KINDS[kind].is_block
-    after = [[]] if is_block else [[], [hf_config.ARCHITECTURES.get(family)]]
-    if kind is None or named[1:] not in after:
+    target = [hf_config.FAMILIES[family].architecture] if family else []
+    if kind is None or named[1:] not in ([[]] if is_block else [[], target]):
         raise ModelError(
             f"architectures {named} are not a supported drafter: use {', '.join(known)}"
         )

@@ -51,7 +51,7 @@ def hidden(
     ) -> tuple[tuple[Array, list[Array]], None]:
         (x, kept), (depth, layer) = carry, step
         layer = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), layer)
-        given = angles, segments, block, longest, mesh
+        given = decoder_layer.at_layer(config, depth - 1, angles), segments, block, longest, mesh
         x = rows(decoder_layer.packed_layer(layer, config, x, *given)[0])
         pairs = zip(captures, kept, strict=True)
         return (x, [jnp.where(depth == capture, x, old) for capture, old in pairs]), None
@@ -62,7 +62,7 @@ def hidden(
 
     angles = decoder_layer.packed_angles(config, positions, compute_dtype)
     with jax.named_scope("embed"):
-        x = rows(params.embed[tokens].astype(compute_dtype))
+        x = rows(scaled(params.embed[tokens].astype(compute_dtype), config.embed_scale))
     depths, carry = jnp.arange(1, config.num_layers + 1), (x, [x] * len(captures))
     for level, first, count in remats.spans(remat, config.num_layers):
         if count == config.num_layers:
@@ -71,8 +71,20 @@ def hidden(
             part = depths[first : first + count]
             carry, _ = jax.lax.scan(remats.keeping(level, at_depth), carry, part)
     x, kept = carry
-    x = ops.rms_norm(x, params.final_norm.astype(compute_dtype), config.rms_eps)
+    x = final(x, params.final_norm.astype(compute_dtype), config, -1)
     return x, gathered(captures, kept, x, axis=-1)
+
+
+def scaled(x: Float[Array, "*A"], scale: float) -> Float[Array, "*A"]:
+    """x times a factor that only some families have."""
+    return x if scale == 1 else scale * x
+
+
+def final(
+    x: Float[Array, "*A D"], weight: Float[Array, " D"], config: ModelConfig, axis: int
+) -> Float[Array, "*A D"]:
+    """The normed last hidden states. The scale of the logits is in them, so that whoever has them needs only the head."""
+    return scaled(ops.rms_norm(x, weight, config.rms_eps, axis), config.logit_scale)
 
 
 def gathered(
@@ -117,18 +129,19 @@ def prefill(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     segments = (positions < lengths[:, None]).astype(jnp.int32)
     with jax.named_scope("embed"):
-        x = params.embed[tokens]
+        x = scaled(params.embed[tokens], config.embed_scale)
     angles = decoder_layer.packed_angles(config, positions, x.dtype)
     keys, values, states = [], [], [x]
-    for layer in params.layers:
+    for index, layer in enumerate(params.layers):
+        rotation = decoder_layer.at_layer(config, index, angles)
         x, k, v = decoder_layer.packed_layer(
-            layer, config, x, angles, segments, block, mesh=mesh, for_cache=True
+            layer, config, x, rotation, segments, block, mesh=mesh, for_cache=True
         )
         keys.append(jnp.moveaxis(k, 1, 3))
         values.append(jnp.moveaxis(v, 1, 2))
         states.append(x)
 
-    normed = ops.rms_norm(x, params.final_norm, config.rms_eps)  # XLA removes it unless captured
+    normed = final(x, params.final_norm, config, -1)  # XLA removes it unless captured
     features = gathered(captures, [states[capture] for capture in captures], normed, axis=-1)
     return Scratch(tuple(keys), tuple(values), features, normed if captures_states else None)
 
@@ -152,21 +165,25 @@ def tree_forward(
     """
     B, N = tokens.shape
     with jax.named_scope("embed"):
-        x = params.embed[tokens.reshape(-1)].T
+        x = scaled(params.embed[tokens.reshape(-1)].T, config.embed_scale)
     angles = decoder_layer.node_angles(config, positions, x.dtype)
     kept, states, normed, arrivals = [], [x], None, None
     norms = [*(layer.attention_norm for layer in params.layers[1:]), params.final_norm]
-    for layer, norm, keys, values in zip(
-        params.layers, norms, cache.keys, cache.values, strict=True
+    for index, (layer, norm, keys, values) in enumerate(
+        zip(params.layers, norms, cache.keys, cache.values, strict=True)
     ):
         past = keys, values, lengths, cache.slots_last
+        rotation = decoder_layer.at_layer(config, index, angles)
         (x, normed), k, v, arrivals = decoder_layer.tree_layer(
-            layer, config, (x, normed), norm, angles, ancestors, past, fused, arrivals
+            layer, config, (x, normed), norm, rotation, ancestors, past, fused, arrivals
         )
         kept.append((k, v))
         states.append(x)
 
-    x = ops.rms_norm(x, params.final_norm, config.rms_eps, axis=0) if normed is None else normed
+    if normed is None:
+        x = final(x, params.final_norm, config, 0)
+    else:
+        x = scaled(normed, config.logit_scale)
     with jax.named_scope("head"):
         # On GPUs XLA fuses more into reductions of the last axis.
         if fused is not None and is_gpu(fused.mesh):
