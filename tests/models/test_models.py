@@ -150,7 +150,11 @@ def grow(weights, config, cache, nodes, lengths, depths, seen, *captures):
 
 
 @pytest.mark.parametrize(
-    ("case", "shape"), [("qwen2", (1, 1)), ("qwen3", (2, 2)), ("llama_bias", (1, 4))]
+    ("case", "shape"),
+    [
+        *[("qwen2", (1, 1)), ("qwen3", (2, 2)), ("llama_bias", (1, 4)), ("smollm3", (1, 1))],
+        *[("granite", (1, 2)), ("olmo2", (1, 4))],
+    ],
 )
 def test_a_tree_node_gets_the_logits_of_its_own_path(case, shape, directories, x64):
     mesh = meshes.make_mesh(*shape)

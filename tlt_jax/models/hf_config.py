@@ -92,9 +92,15 @@ def read_unrotated(raw: Raw) -> dict[str, Any]:
 def write_unrotated(config: ModelConfig) -> dict[str, Any]:
     rotated = [int(i not in config.unrotated) for i in range(config.num_layers)]
     layers = {"layer_types": ["full_attention"] * config.num_layers, "use_sliding_window": False}
-    return write_biases(config) | {"no_rope_layers": rotated} | layers
+    return write_biases(config) | {"no_rope_layers": rotated} | layers | NO_PADDING
 
 
+def write_phi3(config: ModelConfig) -> dict[str, Any]:
+    original = {"original_max_position_embeddings": config.max_positions}
+    return {"sliding_window": None} | original | NO_PADDING
+
+
+NO_PADDING = {"pad_token_id": None}  # transformers would take one that the vocabulary may not have
 QWEN_POSITIONS = {"max_position_embeddings": 32768}
 # A field of Layer is its tensor in another place.
 NORMS_AFTER = {
@@ -129,13 +135,12 @@ FAMILIES = {
     ),
     "phi3": Family(
         "Phi3ForCausalLM", {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-        write=lambda config: {"sliding_window": None, "original_max_position_embeddings": config.max_positions},
-        joined=FUSED,
+        write=write_phi3, joined=FUSED,
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}, ("attention_bias",),
-        lambda raw: read_attention_bias(raw) | {"qk_norm": "width", "norms_after": True}, write_attention_bias,
-        NORMS_AFTER,
+        lambda raw: read_attention_bias(raw) | {"qk_norm": "width", "norms_after": True},
+        lambda config: write_attention_bias(config) | NO_PADDING, NORMS_AFTER,
     ),
 }  # fmt: skip
 REQUIRED = (
