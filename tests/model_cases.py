@@ -147,13 +147,80 @@ CASES: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
         **NEW,
     },
+    "qwen2_windows": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+        **OLD,
+    },
+    "mistral_mha": {
+        "model_type": "mistral",
+        "max_position_embeddings": 8192,
+        "sliding_window": None,
+        "num_key_value_heads": 4,
+        **OLD,
+    },
+    "mistral_window": {"model_type": "mistral", "sliding_window": 4, **OLD},
+    "smollm3_windows": {
+        "model_type": "smollm3",
+        "num_hidden_layers": 4,
+        "no_rope_layers": [1, 0, 1, 0],
+        "use_sliding_window": True,
+        "sliding_window": 3,
+        "pad_token_id": None,
+        **NEW,
+    },
+    "olmo3": {
+        "model_type": "olmo3",
+        "num_hidden_layers": 5,
+        "sliding_window": 4,
+        "rope_theta": 5e5,
+        "rope_scaling": {"rope_type": "yarn", **YARN},
+        "pad_token_id": None,
+        **OLD,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 7,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "sliding_window": 4,
+        "query_pre_attn_scalar": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "pad_token_id": None,
+        **OLD,
+    },
+    "gemma2": {
+        "model_type": "gemma2",
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "sliding_window": 4,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "pad_token_id": None,
+        **OLD,
+    },
+    "gemma3_scaled": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "sliding_window": 3,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 21,
+        "rope_local_base_freq": 1e3,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "pad_token_id": None,
+        **OLD,
+    },
     "llama_yarn_factor": {
         "model_type": "llama",
         "rope_scaling": {"rope_type": "yarn", "attention_factor": 0.7, **YARN},
         **OLD,
     },
 }
-FAMILIES = ("qwen2", "qwen3", "llama", "smollm3", "granite", "phi3", "olmo2")
+FAMILIES = ("qwen2", "qwen3", "llama", "smollm3", "granite", "phi3", "olmo3", "gemma2", "gemma3")
 TOKENS = np.random.RandomState(0).randint(0, SIZES["vocab_size"], (2, LENGTH))
 
 
@@ -165,18 +232,17 @@ def raw_config(case: str) -> dict[str, Any]:
 def arrays(case: str) -> dict[str, np.ndarray]:
     """Every tensor of a case's files, in float32: norms near 1, matrices that keep the size of what they multiply."""
 
+    config = hf_config.from_hf_config(raw_config(case))
+
     def draw(tensor: hf.Tensor) -> np.ndarray:
         noise = np.random.RandomState(zlib.crc32(tensor.name.encode())).randn(*tensor.shape)
         if tensor.leaf.endswith("norm"):
-            noise = 1 + 0.3 * noise
+            noise = (0 if config.norm_offset else 1) + 0.3 * noise
         elif len(tensor.shape) == 2 and tensor.leaf != "embed":
             noise = 1.5 * noise / np.sqrt(tensor.shape[1])
         return noise.astype(np.float32)
 
-    return {
-        tensor.name: draw(tensor)
-        for tensor in hf.tensors(hf_config.from_hf_config(raw_config(case)))
-    }
+    return {tensor.name: draw(tensor) for tensor in hf.tensors(config)}
 
 
 def write(case: str, directory: Path) -> Path:

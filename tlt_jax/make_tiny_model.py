@@ -1,4 +1,4 @@
-"""Makes a tokenizer from a text file and a small random Qwen2, as one Hugging Face directory: the model of a dry run.
+"""Makes a tokenizer from a text file and a small random model, as one Hugging Face directory: the model of a dry run.
 
 python -m tlt_jax.make_tiny_model --data train.jsonl --columns question,answer --vocab-size 2048 --out DIR
 """
@@ -31,7 +31,18 @@ QWEN2_WORDS = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SMALLEST_VOCAB = 256 + 3  # bytes and special tokens
+# Of types whose layers differ: sizes at which two layers have both kinds.
+LIKE = {
+    "mistral": {"sliding_window": 32},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "granite": {
+        "embedding_multiplier": 12.0, "logits_scaling": 4.0, "residual_multiplier": 0.22, "attention_multiplier": 0.125,
+    },
+    "olmo3": {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {"sliding_window": 32, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
+}  # fmt: skip
 OPTIONS = {  # option -> default, meaning
+    "like": ("qwen2", "model_type: that of config.json files of the models to try"),
     "columns": ("question,answer", "text columns of the data, separated by commas"),
     "vocab-size": (2048, "largest vocabulary of the tokenizer"),
     "hidden-size": (64, "model width"),
@@ -120,8 +131,12 @@ def save_model(tokenizer: Any, args: argparse.Namespace) -> None:
     from tlt_jax.distributed.mesh import make_mesh
     from tlt_jax.models import architecture, hf, hf_config
 
-    sizes = {
-        "model_type": "qwen2",
+    layers, kinds = args.layers, LIKE.get(args.like, {})
+    if "layer_types" in kinds:
+        kinds = kinds | {"layer_types": (kinds["layer_types"] * layers)[:layers]}
+    sizes = kinds | {
+        "model_type": args.like,
+        "head_dim": args.hidden_size // args.heads,
         "hidden_size": args.hidden_size,
         "num_hidden_layers": args.layers,
         "num_attention_heads": args.heads,

@@ -119,7 +119,7 @@ def attention_case(device: Device, nodes: int, width: int) -> Case:
 
     def step(sizes: TreeTiles, state: tuple, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
         q, arrivals = state
-        return tree_attention.attend_in_kernel(q, *rest, arrivals, fused, sizes)
+        return tree_attention.attend_in_kernel(q, *rest, arrivals, fused=fused, sizes=sizes)
 
     def state(q: jax.Array, sizes: TreeTiles) -> tuple[jax.Array, jax.Array]:
         return q, jnp.zeros((*q.shape[:2], sizes.tiles(queries)), jnp.int32)

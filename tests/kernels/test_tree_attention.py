@@ -114,14 +114,20 @@ def rule(case: Case) -> TreeTiles:
 
 
 def interpreted(
-    cases: list[tuple[Arguments, TreeTiles]], is_reversed: bool = False
+    cases: list[tuple[Arguments, TreeTiles]],
+    is_reversed: bool = False,
+    firsts: tuple[np.ndarray, ...] = (),
 ) -> list[np.ndarray]:
-    """The cases by the kernel in Triton's interpreter, in a separate process; its counters are zero again."""
+    """The cases by the kernel in Triton's interpreter, in a separate process; its counters are zero again.
+
+    `firsts`: of cases whose slots are rings.
+    """
     calls = []
-    for given, sizes in cases:
+    for index, (given, sizes) in enumerate(cases):
         B, K, G, N, _ = given.q.shape
         arrivals = np.zeros((B, K, sizes.tiles(G * N)), np.int32)
-        calls.append(((*given, arrivals), {"sizes": sizes}))
+        known = {"sizes": sizes, "wraps": bool(firsts)}
+        calls.append(((*given, arrivals, *firsts[index : index + 1]), known))
     name = "tlt_jax.kernels.tree_attention:attend_in_kernel"
     found = triton_runs.interpreted(name, calls, is_reversed)
     assert not any(arrivals.any() for _, arrivals in found)
@@ -182,6 +188,56 @@ def test_a_node_that_sees_nothing_is_finite():
     assert all(np.isfinite(result).all() for result in results)
 
 
+# Cases with a window; the lengths are of positions, the slots those of rings.
+WINDOWS = [
+    (Case(2, 7, 3, 64, 5, 512, "float32", (700, 5, 512, 1300)), 480),
+    (Case(1, 7, 1, 128, 1, 256, "bfloat16", (255, 256, 257, 2000)), 250),
+    (Case(1, 2, 6, 40, 6, 128, "bfloat16", (1000, 0)), 3),  # most splits of a row see nothing
+]
+
+
+def windowed(case: Case, window: int) -> tuple[Arguments, np.ndarray, np.ndarray]:
+    """Arguments with rings, the first position that each node sees, and attention to these positions in float64."""
+    random, most = np.random.default_rng(1), max(*case.lengths, case.S)
+    whole = arguments(case._replace(S=most))
+    depths = random.integers(0, 3, (len(case.lengths), case.N))
+    first = (whole.lengths[:, None] + depths - (window - 1)).astype(np.int32)
+    expected = np.empty(whole.q.shape)
+    keys = np.full((*whole.keys.shape[:3], case.S), 99, whole.keys.dtype)
+    values = np.full((*whole.values.shape[:2], case.S, case.E), 99, whole.values.dtype)
+    for b, length in enumerate(case.lengths):
+        for place in range(max(length - case.S, 0), length):
+            keys[b, :, :, place % case.S] = whole.keys[b, :, :, place]
+            values[b, :, place % case.S] = whole.values[b, :, place]
+        for n in range(case.N):
+            begin = max(first[b, n], 0)
+            one = Arguments(
+                whole.q[b : b + 1, :, :, n : n + 1], whole.k[b : b + 1], whole.v[b : b + 1],
+                whole.ancestors[b : b + 1, n : n + 1], whole.keys[b : b + 1, :, :, begin:],
+                whole.values[b : b + 1, :, begin:], np.array([max(length - begin, 0)]),
+            )  # fmt: skip
+            expected[b : b + 1, :, :, n : n + 1] = attend(one)
+    return whole._replace(keys=keys, values=values), first, expected
+
+
+@pytest.mark.parametrize(("case", "window"), WINDOWS, ids=str)
+def test_with_a_window_and_a_ring_of_slots_xla_attends_to_the_last_positions(case, window):
+    given, first, expected = windowed(case, window)
+    call = partial(tree_attention.attend, slots_last=False, wraps=True)
+    found = jax.jit(call)(*map(jnp.asarray, given), first=jnp.asarray(first))[0]
+    found = np.asarray(found).astype(np.float64)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE[case.dtype])
+
+
+def test_with_a_window_and_a_ring_of_slots_the_kernel_does():
+    made = [windowed(*one) for one in WINDOWS]
+    cases = [(given, rule(case)) for (given, *_), (case, _) in zip(made, WINDOWS, strict=True)]
+    results = interpreted(cases, firsts=tuple(first for _, first, _ in made))
+    for (case, _), (*_, expected), found in zip(WINDOWS, made, results, strict=True):
+        found = found.astype(np.float64)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE[case.dtype])
+
+
 # Case, what of node 1 is not finite, and the number there and in all keys past a row's length.
 SPOILED = [
     (CASES[1], "k", np.nan), (CASES[1], "v", np.inf), (CASES[5], "k", np.nan), (CASES[5], "v", np.nan),
@@ -225,7 +281,7 @@ def test_slots_that_do_not_divide_into_tiles_are_refused():
     given = arguments(Case(1, 7, 1, 128, 1, 200, "bfloat16", (5,)))
     with pytest.raises(ValueError, match="200 cache slots do not divide into tiles of 64"):
         tree_attention.attend_in_kernel(
-            *given, np.zeros((1, 1, 1), np.int32), triton_runs.FUSED, TreeTiles(16, 64, 128, 4, 3)
+            *given, np.zeros((1, 1, 1), np.int32), fused=triton_runs.FUSED, sizes=TreeTiles(16, 64, 128, 4, 3)
         )
 
 

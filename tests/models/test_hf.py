@@ -236,8 +236,9 @@ def test_defaults_are_those_of_transformers():
         ({"model_type": "mixtral"}, "model_type 'mixtral'.*qwen2, qwen3, llama"),
         ({"model_type": None}, "model_type None"),
         ({"num_experts": 8}, "num_experts 8: mixture of experts"),
-        ({"use_sliding_window": True}, "use_sliding_window true"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types chunked_attention"),
+        ({"sliding_window": 0}, "sliding_window 0: use a whole number of at least 1"),
+        ({"use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
@@ -268,6 +269,27 @@ def test_defaults_are_those_of_transformers():
 def test_what_is_not_supported_is_refused_by_name(change, message):
     with pytest.raises(ModelError, match=message):
         hf_config.from_hf_config(model_cases.raw_config("qwen2") | change)
+
+
+def test_a_window_is_the_types_own_unless_null_or_another_is_given():
+    def windows(case, **changes):
+        raw = model_cases.raw_config(case) | {"max_position_embeddings": 8192} | changes
+        return hf_config.from_hf_config({k: v for k, v in raw.items() if v != "absent"}).windows
+
+    assert windows("mistral") == windows("mistral", sliding_window=8192) == ()
+    assert windows("mistral", sliding_window="absent") == (4096, 4096)
+    assert windows("gemma3", sliding_window=512) == (512,) * 5 + (0, 512)
+    assert windows("gemma3", sliding_window=512, sliding_window_pattern=3) == (512, 512, 0) * 2 + (512,)
+    assert windows("qwen2", sliding_window=64) == ()
+    assert windows("qwen2", sliding_window=64, use_sliding_window=True, max_window_layers=1) == (0, 64)
+    types = ["sliding_attention", "full_attention"]
+    assert windows("qwen2", sliding_window=64, use_sliding_window=True, layer_types=types) == (64, 0)
+
+
+@pytest.mark.parametrize("case", model_cases.CASES)
+def test_a_written_configuration_is_that_which_was_read(case):
+    config = hf_config.from_hf_config(model_cases.raw_config(case))
+    assert hf_config.from_hf_config(hf_config.to_hf_config(config, "float32")) == config
 
 
 def test_sizes_in_model_init_must_be_those_of_the_model(tmp_path):

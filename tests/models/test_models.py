@@ -76,7 +76,7 @@ def plain(params, config, tokens, positions=None, segments=None, dtype="float64"
 
 def last(params, config, line):
     """Logits after the last token of a line; no token attends to the padding behind it."""
-    row = np.pad(line, (0, 16 - len(line)))[None]
+    row = np.pad(line, (0, -len(line) % 16))[None]
     return plain(params, config, row)[0, len(line) - 1]
 
 
@@ -126,13 +126,16 @@ def ancestors():
     return np.stack([seen, seen])
 
 
-def prefilled(weights, config, group, tokens, lengths, slots, captures=(), captures_states=False):
+def prefilled(
+    weights, config, group, tokens, lengths, slots, captures=(), captures_states=False, rings=()
+):
     """A cache of two sequences that hold their first `lengths` tokens."""
     tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
     rest = tokens, lengths, captures, 4, captures_states
-    kept = jax.jit(lambda weights: transformer.prefill(weights, config, *rest))(weights)
+    prefill = partial(transformer.prefill, rings=rings)
+    kept = jax.jit(lambda weights: prefill(weights, config, *rest))(weights)
     width = len(captures) * config.hidden_size
-    sizes = 2, slots, width, weights.embed.dtype, group, captures_states
+    sizes = 2, slots, width, weights.embed.dtype, group, captures_states, rings
     cache = model_cases.empty_cache(config, *sizes)
     return jax.jit(kv_cache.insert)(cache, kept, jnp.arange(2), jnp.arange(2))
 
@@ -153,7 +156,7 @@ def grow(weights, config, cache, nodes, lengths, depths, seen, *captures):
     ("case", "shape"),
     [
         *[("qwen2", (1, 1)), ("qwen3", (2, 2)), ("llama_bias", (1, 4)), ("smollm3", (1, 1))],
-        *[("granite", (1, 2)), ("olmo2", (1, 4))],
+        *[("granite", (1, 2)), ("olmo3", (1, 4)), ("gemma3", (1, 1)), ("qwen2_windows", (2, 1))],
     ],
 )
 def test_a_tree_node_gets_the_logits_of_its_own_path(case, shape, directories, x64):
@@ -191,6 +194,37 @@ def check_commit(weights, config, params, cache, scratch, nodes, lengths):
         ]
         expected = last(params, config, line)
         np.testing.assert_allclose(logits[row, 0, : config.vocab_size], expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("case", "shape"), [("gemma3", (1, 1)), ("smollm3_windows", (1, 2)), ("mistral_window", (2, 1))]
+)
+def test_a_layer_with_a_window_needs_slots_for_it_and_for_a_path(case, shape, directories, x64):
+    """Of two sequences one is longer than the slots from the start, the other after some rounds; the cache grows once."""
+    mesh, random = meshes.make_mesh(*shape), np.random.RandomState(1)
+    config, params = load(directories(case), mesh)
+    weights, group = rollout(params, config, mesh)
+    rings = tuple(window + 3 if window else 0 for window in config.windows)
+    lines = [[*model_cases.TOKENS[0, :10]], [*model_cases.TOKENS[1, :2]]]
+    tokens = np.stack([np.pad(line, (0, 10 - len(line))) for line in lines])
+    cache = prefilled(weights, config, group, tokens, [10, 2], 13, rings=rings)
+    for number in range(5):
+        lengths = [len(line) for line in lines]
+        nodes = random.randint(0, config.vocab_size, (2, len(PARENTS)))
+        logits, scratch = grow(weights, config, cache, nodes, lengths, DEPTHS, ancestors())
+        for row in range(2):
+            for node, path in PATHS.items():
+                expected = last(params, config, np.array([*lines[row], *nodes[row, path]]))
+                found = logits[row, node, : config.vocab_size]
+                np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9)
+        path, kept = jnp.array([[0, 1, 3], [0, 2, 2]], jnp.int32), (3, 2)
+        cache = jax.jit(kv_cache.commit)(cache, scratch, path, jnp.asarray(lengths, jnp.int32))
+        lines = [line + [*nodes[i, path[i, : kept[i]]]] for i, line in enumerate(lines)]
+        if not number:
+            cache = kv_cache.resize(cache, jnp.array([1, 0]), 32)
+            lines = lines[::-1]
+    slots = [keys.shape[3] for keys in cache.keys]
+    assert slots == [ring or 32 for ring in rings] and min(slots) < min(map(len, lines))
 
 
 def test_features_are_the_captured_hidden_states_in_every_forward(directories, x64):

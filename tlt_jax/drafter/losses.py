@@ -326,6 +326,7 @@ class PolicyHead(NamedTuple):
     vocab_size: int
     axis: str | None
     mesh: Mesh
+    cap: float = 0.0  # of the policy's logits
 
     @classmethod
     def of(
@@ -342,18 +343,21 @@ class PolicyHead(NamedTuple):
 
         whole = gathered(shared.head.astype(dtype), "vocab")
         part = whole if ids is None else gathered(whole[ids], axis)
-        return cls(whole, part, ids, recipe.model.vocab_size, axis, mesh)
+        return cls(
+            whole, part, ids, recipe.model.vocab_size, axis, mesh, recipe.model.logit_cap
+        )
 
     def logits(self, states: Float[Array, "G *A D"]) -> Float[Array, "G *A V"]:
         """The policy's logits of all tokens, from its states of G data groups; those of padding are the lowest number."""
-        logits = contract("...d,vd->...v", states, self.whole)
+        logits = capped(contract("...d,vd->...v", states, self.whole), self.cap)
         return self.split(masked(logits, jnp.arange(logits.shape[-1]) < self.vocab_size), "vocab")
 
     def drafted(self, states: Float[Array, "G *A D"]) -> Float[Array, "G *A U"]:
         """The policy's logits of the draft vocabulary."""
         if self.ids is None:
             return self.logits(states)
-        return self.split(contract("...d,vd->...v", states, self.part), self.axis)
+        logits = contract("...d,vd->...v", states, self.part)
+        return self.split(capped(logits, self.cap), self.axis)
 
     def split(self, logits: Array, axis: str | None) -> Array:
         """Logits [G, R, T, V], each group's vocabulary sharded over the mesh axis "model"."""

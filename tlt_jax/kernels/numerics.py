@@ -40,6 +40,11 @@ def masked(scores: Float[Array, "*A"], visible: Bool[Array, ...]) -> Float[Array
     return jnp.where(visible, scores, jnp.finfo(scores.dtype).min)
 
 
+def capped(scores: Float[Array, "*A"], cap: float) -> Float[Array, "*A"]:
+    """Scores within -cap and cap, by a tangent; as they are with cap 0."""
+    return cap * jnp.tanh(scores / cap) if cap else scores
+
+
 def finite(x: Float[Array, "*A"]) -> Float[Array, "*A"]:
     """x, with 0 for NaN and infinities: a value that no query sees enters its mix with weight 0, and 0 * NaN is NaN."""
     return jnp.where(jnp.isfinite(x), x, 0)

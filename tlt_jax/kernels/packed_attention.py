@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from tlt_jax.distributed.mesh import cuda_capability, is_tpu, partition
-from tlt_jax.kernels.numerics import KEPT, contract, in_chunks, masked, widen
+from tlt_jax.kernels.numerics import KEPT, capped, contract, in_chunks, masked, widen
 from tlt_jax.shapes import most_segments, shaped
 
 CUDNN, SPLASH, BLOCKS = "cudnn", "splash", "blocks"
@@ -44,36 +44,50 @@ def attend(
     longest: int | None = None,
     own: tuple[Float[Array, "B T J K E"], Float[Array, "B T J K E"]] | None = None,
     mesh: Mesh | None = None,
+    window: int | None = None,
+    cap: float = 0.0,
 ) -> Float[Array, "B T K G E"]:
     """Causal attention within segments (0 is padding, where the result is any finite number).
 
     Memory grows linearly with T. No segment has more than `longest` tokens (None: T), so keys further back are not read.
+    With a `window` a token sees so many tokens, itself included. `cap`: of the scores, see numerics.capped.
     `own`: J more keys and values of every token, visible to that token only. `mesh`: where it runs, rows over `data` and
     heads over `model`; None: the default device, in blocks. A key of NaN reaches the queries that see it, a value that is not
     finite perhaps all of its row. `form` chooses the implementation; `block`: number of queries
     in a block of BLOCKS. CUDNN needs segments numbered from 1 in order, at most shapes.most_segments(T) a row, and
     padding last.
     """
-    chosen = form(mesh, q.dtype, q.shape[-1], own is not None)
+    chosen = form(mesh, q.dtype, q.shape[-1], own is not None, bool(cap))
+    if window is not None and window >= min(longest or math.inf, segments.shape[1]):
+        window = None
+    reach = longest if window is None else window
     if chosen == BLOCKS:
-        return attend_in_blocks(q, k, v, segments, block, longest, own)
-    library = partial(attend_by_splash, longest=longest) if chosen == SPLASH else attend_by_cudnn
+        return attend_in_blocks(q, k, v, segments, block, reach, own, window, cap)
+    # Splash's mask of the longest segment is one of a window.
+    library = (
+        partial(attend_by_splash, longest=reach, cap=cap)
+        if chosen == SPLASH
+        else partial(attend_by_cudnn, window=window)
+    )
     rows, heads = partition(("batch",), "train"), partition(("batch", None, "kv_heads"), "train")
     specs = {"in_specs": (heads, heads, heads, rows), "out_specs": heads}
     return jax.shard_map(library, mesh=mesh, **specs, check_vma=False)(q, k, v, segments)
 
 
-def form(mesh: Mesh | None, dtype: DTypeLike, head_dim: int, has_own: bool) -> str:
+def form(
+    mesh: Mesh | None, dtype: DTypeLike, head_dim: int, has_own: bool, is_capped: bool = False
+) -> str:
     """The implementation of attention: the first rule that holds.
 
     BLOCKS without a mesh, with own keys, or in another dtype than bfloat16; SPLASH on TPUs; CUDNN on NVIDIA GPUs from
-    Hopper on, for head dims that cuDNN takes; BLOCKS elsewhere.
+    Hopper on, for head dims that cuDNN takes and scores without a cap; BLOCKS elsewhere.
     """
     if mesh is None or has_own or dtype != jnp.bfloat16:
         return BLOCKS
     if is_tpu(mesh):
         return SPLASH
     fits = head_dim <= WIDEST and head_dim % EVEN_WIDTH == 0
+    fits &= not is_capped
     return CUDNN if fits and cuda_capability(mesh) >= HOPPER else BLOCKS
 
 
@@ -86,24 +100,27 @@ def attend_in_blocks(
     block: int,
     longest: int | None,
     own: tuple[Float[Array, "B T J K E"], Float[Array, "B T J K E"]] | None,
+    window: int | None = None,
+    cap: float = 0.0,
 ) -> Float[Array, "B T K G E"]:
     """`attend` in plain JAX operations; only the scores of `block` queries exist at once."""
     T = segments.shape[1]
     block = min(block, T)
-    window = min(T, (1 - (1 - (longest or T)) // block) * block)
+    read = min(T, (1 - (1 - (longest or T)) // block) * block)
     k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
 
     @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*KEPT))
     def one(index: Array, q: Array, segment: Array, own: tuple[Array, Array] | None) -> Array:
-        start = jnp.clip((index + 1) * block - window, 0, T - window)
+        start = jnp.clip((index + 1) * block - read, 0, T - read)
         keys, values, others = (
-            jax.lax.dynamic_slice_in_dim(array, start, window, axis)
+            jax.lax.dynamic_slice_in_dim(array, start, read, axis)
             for array, axis in ((k, 2), (v, 2), (segments, 1))
         )
         places = index * block + jnp.arange(block)
-        earlier = start + jnp.arange(window)[None, :] <= places[:, None]
+        apart = places[:, None] - (start + jnp.arange(read))[None, :]
+        earlier = apart >= 0 if window is None else (apart >= 0) & (apart < window)
         same = (segment[:, :, None] == others[:, None, :]) & (segment[:, :, None] > 0)
-        return attend_block(q, keys, values, (earlier & same)[:, None, None], own)
+        return attend_block(q, keys, values, (earlier & same)[:, None, None], own, cap)
 
     return in_chunks(one, block, (q, segments, own), jnp.arange(-(-T // block)))
 
@@ -114,6 +131,7 @@ def attend_block(
     v: Float[Array, "B K S E"],
     visible: Bool[Array, "B 1 1 T S"],
     own: tuple[Float[Array, "B T J K E"], Float[Array, "B T J K E"]] | None,
+    cap: float = 0.0,
 ) -> Float[Array, "B T K G E"]:
     """Attention of T queries to the visible ones of S keys, and to their own keys.
 
@@ -124,7 +142,7 @@ def attend_block(
     scale, S = math.sqrt(E), k.shape[2]
     flat = jnp.moveaxis(q, 1, 3).reshape(B, K, G * T, E)
     scores = contract("bkqe,bkse->bkqs", flat, k).reshape(B, K, G, T, S)
-    scores = masked(scores / scale, visible)
+    scores = masked(capped(scores / scale, cap), visible)
     if own is not None:
         own_scores = contract("btkge,btjke->bkgtj", q, own[0]) / scale
         scores = jnp.concatenate([scores, own_scores], axis=-1)
@@ -148,6 +166,7 @@ def attend_by_splash(
     segments: Int[Array, "B T"],
     longest: int | None = None,
     interpret: bool = False,
+    cap: float = 0.0,
 ) -> Float[Array, "B T K G E"]:
     """`attend` by JAX's splash attention; padding attends to padding. `interpret`: as JAX operations, on any device.
 
@@ -176,6 +195,7 @@ def attend_by_splash(
         splash.MultiHeadMask([mask] * (K * G)),
         block_sizes=splash.BlockSizes(**dict.fromkeys(places, block)),
         interpret=interpret,
+        attn_logits_soft_cap=cap or None,
         residual_checkpoint_name=KEPT[2],
     )
     named = splash.SegmentIds(q=padded, kv=padded)
@@ -189,13 +209,14 @@ def attend_by_cudnn(
     k: Float[Array, "B T K E"],
     v: Float[Array, "B T K E"],
     segments: Int[Array, "B T"],
+    window: int | None = None,
 ) -> Float[Array, "B T K G E"]:
     """`attend` in bfloat16; 0 at padding.
 
     The segments of a row are numbered from 1 in order, and padding is last. Tokens of segments beyond
     shapes.most_segments(T) are NaN; rows of `packing.pack` have none.
     """
-    mixed = by_cudnn(q.reshape(*q.shape[:2], -1, q.shape[4]), k, v, segments)
+    mixed = by_cudnn(q.reshape(*q.shape[:2], -1, q.shape[4]), k, v, segments, window)
     is_beyond = segments > most_segments(segments.shape[1])
     return jnp.where(is_beyond[:, :, None, None], jnp.nan, mixed).reshape(q.shape)
 
@@ -217,26 +238,28 @@ def layout(
     return lengths, jnp.pad(starts, (0, B), constant_values=B * T).reshape(B, most + 1)
 
 
-@jax.custom_vjp
-def by_cudnn(q: Array, k: Array, v: Array, segments: Array) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def by_cudnn(q: Array, k: Array, v: Array, segments: Array, window: int | None) -> Array:
     """Attention of q [B, T, H, E] to k and v [B, T, K, E], causal within each segment; 0 at padding."""
-    given = operands(q, k, v, segments)
-    (mixed,) = cudnn._dot_product_attention_fwd_p.bind(*given, **options(q), is_training=False)
+    given, named = operands(q, k, v, segments), options(q, window)
+    (mixed,) = cudnn._dot_product_attention_fwd_p.bind(*given, **named, is_training=False)
     return at_tokens(mixed, segments)
 
 
-def forward(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, tuple]:
-    given = operands(q, k, v, segments)
-    mixed, sums = cudnn._dot_product_attention_fwd_p.bind(*given, **options(q), is_training=True)
+def forward(
+    q: Array, k: Array, v: Array, segments: Array, window: int | None
+) -> tuple[Array, tuple]:
+    given, named = operands(q, k, v, segments), options(q, window)
+    mixed, sums = cudnn._dot_product_attention_fwd_p.bind(*given, **named, is_training=True)
     sums = checkpoint_name(sums, KEPT[1])
     mixed = checkpoint_name(at_tokens(mixed, segments), KEPT[2])
     return mixed, (q, k, v, segments, sums, mixed)
 
 
-def backward(residuals: tuple, slope: Array) -> tuple:
+def backward(window: int | None, residuals: tuple, slope: Array) -> tuple:
     *given, segments, sums, mixed = residuals
     slopes = cudnn._dot_product_attention_bwd_p.bind(
-        *operands(*given, segments), sums, mixed, slope, **options(mixed)
+        *operands(*given, segments), sums, mixed, slope, **options(mixed, window)
     )
     return *(at_tokens(slope, segments) for slope in slopes), None
 
@@ -260,8 +283,8 @@ def operands(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, ...]
     return q, k, v, none, lengths, lengths, starts * (H * E), starts * (K * E), none, none
 
 
-def options(q: Array) -> dict:
-    """The primitives' parameters: no dropout, bias or window."""
+def options(q: Array, window: int | None = None) -> dict:
+    """The primitives' parameters: no dropout and no bias; cuDNN's window counts a token itself, as ours does."""
     return {
         "scale": 1 / math.sqrt(q.shape[-1]),
         "seed": 0,
@@ -269,6 +292,6 @@ def options(q: Array) -> dict:
         "variadic_args": (False, False),
         "mask_type": cudnn.MaskType.PADDING_CAUSAL,
         "layout": cudnn.AttentionLayout.BTNH.value,
-        "sliding_window_length": None,
+        "sliding_window_length": window,
         **SCORES,
     }

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from tlt_jax.distributed.mesh import partition
 from tlt_jax.kernels.fused import ATTENTION, Fused, constant, jit, tl
-from tlt_jax.kernels.numerics import contract, finite, masked, power, sound
+from tlt_jax.kernels.numerics import capped, contract, finite, masked, power, sound
 from tlt_jax.shapes import shaped
 
 DTYPES = (jnp.bfloat16, jnp.float32)  # that the kernel takes
@@ -81,8 +81,14 @@ def attend(
     slots_last: bool,
     fused: Fused | None = None,
     arrivals: Int32[Array, "B K tiles"] | None = None,
+    first: Int[Array, "B N"] | None = None,
+    wraps: bool = False,
+    cap: float = 0.0,
 ) -> tuple[Float[Array, "B K G N E"], Int32[Array, "B K tiles"] | None]:
     """Attention of N tree nodes to the first `lengths` slots, which are committed, and to their ancestors among M nodes.
+
+    `first`: the first position that each node sees, where not all. With `wraps` position p lies in slot p % S, and the
+    slots hold the last S of `lengths` positions. `cap`: of the scores, see numerics.capped; the kernel has none.
 
     `ancestors`: a node sees itself. `values` are [B, K, E, S] with `slots_last`, [B, K, S, E] otherwise. Where the kernel is
     in `fused`, in bfloat16 and float32, its counters are the second result: `arrivals` of the next call with the same shapes,
@@ -92,38 +98,49 @@ def attend(
     other.
     """
     runs = fused is not None and ATTENTION in fused.on and not slots_last and q.dtype in DTYPES
-    if not runs:
-        return attend_in_xla(q, k, v, ancestors, keys, values, lengths, slots_last), None
+    if not runs or cap:
+        given = q, k, v, ancestors, keys, values, lengths, slots_last
+        return attend_in_xla(*given, first, wraps, cap), None
     B, K, G, N, E = q.shape
     sizes = rule(G * N, E, q.dtype.itemsize)
     if arrivals is None:
         arrivals = jnp.zeros((B, K, sizes.tiles(G * N)), jnp.int32)
     heads, rows = partition(("batch", "kv_heads"), "rollout"), partition(("batch",), "rollout")
     # Every device holds its own heads; XLA would gather the cache for a kernel that it cannot partition.
+    given = q, k, v, ancestors, keys, values, lengths, arrivals, *(() if first is None else (first,))
+    specs = heads, heads, heads, rows, heads, heads, rows, heads, rows
     return jax.shard_map(
-        partial(attend_in_kernel, fused=fused, sizes=sizes),
+        partial(attend_in_kernel, fused=fused, sizes=sizes, wraps=wraps),
         mesh=fused.mesh,
-        in_specs=(heads, heads, heads, rows, heads, heads, rows, heads),
+        in_specs=specs[: len(given)],
         out_specs=(heads, heads),
         check_vma=False,
-    )(q, k, v, ancestors, keys, values, lengths, arrivals)
+    )(*given)
 
 
 def attend_in_xla(
-    q: Array, k: Array, v: Array, ancestors: Array, keys: Array, values: Array, lengths: Array, slots_last: bool
+    q: Array, k: Array, v: Array, ancestors: Array, keys: Array, values: Array, lengths: Array, slots_last: bool,
+    first: Array | None = None, wraps: bool = False, cap: float = 0.0,
 ) -> Array:  # fmt: skip
     """`attend` on any device: scores of all slots, softmax, and the product with the values."""
     B, K, G, N, E = q.shape
     S, M = keys.shape[3], v.shape[2]
     scale = 1 / math.sqrt(E)
-    committed = (jnp.arange(S) < lengths[:, None])[:, None, None, None]
+    places = jnp.arange(S)
+    if wraps:
+        last = lengths[:, None] - 1
+        places = last - (last - places) % S  # of the positions in the slots; below 0: none
+    committed = (places < lengths[:, None])[:, None, None, None]
+    if first is not None:
+        places = jnp.broadcast_to(places, (B, S))[:, None]
+        committed &= (places >= jnp.maximum(first, 0)[:, :, None])[:, None, None]
     flat = q.reshape(B, K, G * N, E)
     old = contract("bkqe,bkes->bkqs", flat, keys).reshape(B, K, G, N, S)
     # Without the barrier XLA fuses both products into one, and copies all keys to concatenate the nodes' keys to them.
     apart = jax.lax.optimization_barrier(flat)
     new = contract("bkqe,bkem->bkqm", apart, k).reshape(B, K, G, N, M)
-    new = jnp.where(sound(v)[:, :, None, None], scale * new, jnp.nan)
-    old, new = masked(scale * old, committed), masked(new, ancestors[:, None, None])
+    new = jnp.where(sound(v)[:, :, None, None], capped(scale * new, cap), jnp.nan)
+    old, new = masked(capped(scale * old, cap), committed), masked(new, ancestors[:, None, None])
     top = jnp.maximum(old.max(-1, keepdims=True), new.max(-1, keepdims=True))
     old, new = jnp.exp(old - top), jnp.exp(new - top)
     total = old.sum(-1, keepdims=True) + new.sum(-1, keepdims=True)
@@ -140,7 +157,7 @@ def attend_in_xla(
 
 def attend_in_kernel(
     q: Array, k: Array, v: Array, ancestors: Array, keys: Array, values: Array, lengths: Array, arrivals: Array,
-    fused: Fused, sizes: TreeTiles,
+    first: Array | None = None, *, fused: Fused, sizes: TreeTiles, wraps: bool = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """`attend` and its counters, on one device with unsharded arrays.
 
@@ -158,8 +175,9 @@ def attend_in_kernel(
     held = sizes.queries * width // (32 * sizes.warps)  # numbers of a partial result in a thread
     # The only node of a tree sees itself: its mask is neither read nor made.
     seen = ancestors if max(N, M) > 1 else lengths
+    lengths = lengths.astype(jnp.int32)
     mixed, arrivals, _, _ = fused.call(
-        q, k, v, seen, keys, values, lengths.astype(jnp.int32), arrivals,
+        q, k, v, seen, keys, values, lengths, lengths if first is None else first.astype(jnp.int32), arrivals,
         kernel=attend_tile, name="tree_attention",
         out_type=(
             jax.ShapeDtypeStruct((B, N, K, G, E), q.dtype),
@@ -167,21 +185,23 @@ def attend_in_kernel(
             jax.ShapeDtypeStruct((B, K, splits, R, E), q.dtype),
             jax.ShapeDtypeStruct((B, K, splits, R), jnp.float32),
         ),
-        input_output_aliases={7: 1},
+        input_output_aliases={8: 1},
         grid=(tiles * splits * B * K,), num_warps=sizes.warps, num_stages=sizes.stages,
         K=K, R=R, N=N, M=M, E=E, S=S, SPLITS=splits, TILES=tiles, SPLIT=sizes.split, SLOTS=sizes.slots,
         ROWS=sizes.queries, NODES=nodes, WIDTH=width,
         CHUNK=min(power(splits), max(1, MERGED // held)), SCALE=math.log2(math.e) / math.sqrt(E),
+        HAS_FIRST=first is not None, WRAPS=wraps,
     )  # fmt: skip
     return jnp.moveaxis(mixed, 1, 3), arrivals
 
 
 @jit
 def attend_tile(
-    q, k, v, ancestors, keys, values, lengths, arrivals, mixed, parts, levels,
+    q, k, v, ancestors, keys, values, lengths, firsts, arrivals, mixed, parts, levels,
     K: tl.constexpr, R: tl.constexpr, N: tl.constexpr, M: tl.constexpr, E: tl.constexpr, S: tl.constexpr,
     SPLITS: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
-    NODES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, SCALE: tl.constexpr,
+    NODES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, SCALE: tl.constexpr, HAS_FIRST: tl.constexpr,
+    WRAPS: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of one head's queries to one split of the slots; the last split of a tile merges them.
 
@@ -191,7 +211,8 @@ def attend_tile(
     tile, split = program % TILES, program // TILES % SPLITS
     head = (program // (TILES * SPLITS)).to(tl.int64)
     sequence = head // K
-    length = tl.load(lengths + sequence)
+    count = tl.load(lengths + sequence)  # of committed positions
+    length = tl.minimum(count, S) if WRAPS else count  # of slots that hold one
     most = tl.minimum(SPLITS, 1 + length // SPLIT)
     size = tl.maximum(tl.cdiv(tl.cdiv(length, most), SLOTS), 1) * SLOTS
     splits = tl.maximum(tl.cdiv(length, size), 1)
@@ -206,6 +227,8 @@ def attend_tile(
     row, e = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside = (row < R)[:, None] & (e < E)[None, :]
     queries = tl.load(q + row[:, None] * E + e[None, :], mask=inside, other=0)
+    if HAS_FIRST:
+        seen_from = tl.load(firsts + sequence * N + row % N)
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -219,7 +242,11 @@ def attend_tile(
         within = committed[:, None] & (e < E)[None, :]
         tile_v = tl.load(values + slot[:, None] * E + e[None, :], within, other=0)
         scores = tl.dot(queries, tile_k, input_precision="ieee")
-        scores = tl.where(committed[None, :], scores, LOWEST)
+        visible = committed[None, :]
+        if HAS_FIRST:
+            place = count - 1 - (count - 1 - slot) % S if WRAPS else slot
+            visible = visible & (place[None, :] >= seen_from[:, None])
+        scores = tl.where(visible, scores, LOWEST)
         top, total, result = absorb(scores, tile_v, top, total, result, SCALE)
 
     if split == splits - 1:

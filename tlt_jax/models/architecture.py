@@ -58,12 +58,18 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: str = ""  # of queries and keys: "" (none), "head" (each head alone) or "width" (all heads together)
-    norms_after: bool = False  # norm what attention and MLP give, and not what they read
+    norms: str = "before"  # of what attention and MLP read ("before"), of what they give ("after"), or "both"
+    norm_offset: float = 0.0  # added to the weight of each norm
+    activation: str = "silu"  # of the MLP's gate: silu | gelu_tanh
+    windows: tuple[int, ...] = ()  # of each layer: a token sees so many, itself included; 0: all. (): all layers see all
+    window_rope: Rope | None = None  # of layers with a window, if they have another one
     unrotated: tuple[int, ...] = ()  # layers without rotary embedding
     embed_scale: float = 1.0  # of embeddings
     residual_scale: float = 1.0  # of what attention and MLP add
     score_scale: float = 1.0  # of attention scores, beyond head_dim ** -0.5
     logit_scale: float = 1.0
+    score_cap: float = 0.0  # of attention scores, see numerics.capped
+    logit_cap: float = 0.0
     tied: bool = False
     init_std: float = 0.02
     eos_ids: tuple[int, ...] = ()
@@ -77,6 +83,27 @@ class ModelConfig:
             raise ValueError(
                 f"head_dim {self.head_dim} is odd: rotary embedding needs an even head_dim"
             )
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether its layers are those that fused kernels of tree nodes compute: LLaMA's and Qwen's."""
+        return (
+            self.norms == "before"
+            and self.qk_norm != "width"
+            and self.activation == "silu"
+            and self.norm_offset == 0
+            and self.residual_scale == self.score_scale == 1
+        )
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        """The rotary embedding of each layer; None: it has none."""
+        windows = self.windows or (0,) * self.num_layers
+        local = self.window_rope or self.rope
+        return tuple(
+            None if layer in self.unrotated else local if window else self.rope
+            for layer, window in enumerate(windows)
+        )
 
 
 @struct.dataclass
@@ -179,12 +206,13 @@ def layer_weights(config: ModelConfig, kv_heads: int, kv_axis: str | None) -> La
         return Weight((size,), (axis,), "zeros") if wanted else None
 
     def norm(wanted: bool, size: int = D, axis: str | None = None) -> Weight | None:
-        return Weight((size,), (axis,), "ones") if wanted else None
+        return Weight((size,), (axis,), "zeros" if config.norm_offset else "ones") if wanted else None
 
     q_size, k_size = {"": (0, 0), "head": (E, E), "width": (HE, KE)}[config.qk_norm]
-    is_wide, after = config.qk_norm == "width", config.norms_after
+    is_wide, before = config.qk_norm == "width", config.norms != "after"
+    after = config.norms != "before"
     return Layer(
-        attention_norm=norm(not after),
+        attention_norm=norm(before),
         q=Weight((HE, D), ("heads", "embed")),
         k=Weight((KE, D), (kv_axis, "embed")),
         v=Weight((KE, D), (kv_axis, "embed")),
@@ -196,7 +224,7 @@ def layer_weights(config: ModelConfig, kv_heads: int, kv_axis: str | None) -> La
         q_norm=norm(q_size > 0, q_size, "heads" if is_wide else None),
         k_norm=norm(k_size > 0, k_size, kv_axis if is_wide else None),
         attended_norm=norm(after),
-        mlp_norm=norm(not after),
+        mlp_norm=norm(before),
         gate=Weight((F, D), ("mlp", "embed")),
         up=Weight((F, D), ("mlp", "embed")),
         down=Weight((D, F), ("embed", "mlp")),
@@ -273,7 +301,7 @@ def weights(
     return Params(
         embed=vocab,
         layers=layers,
-        final_norm=Weight((D,), (None,), "ones"),
+        final_norm=Weight((D,), (None,), "zeros" if config.norm_offset else "ones"),
         head=None if config.tied else vocab,
     )
 

@@ -5,6 +5,7 @@ Features lie on `axis`, as in layers.py; shapes are written for axis -1 in funct
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -17,7 +18,7 @@ from tlt_jax.kernels import packed_attention, product_parts, projections, tree_a
 from tlt_jax.kernels.fused import Fused
 from tlt_jax.kernels.numerics import finite, sound
 from tlt_jax.models import layers as ops, low_rank, remat as remats
-from tlt_jax.models.architecture import JoinedLayer, Layer, ModelConfig
+from tlt_jax.models.architecture import JoinedLayer, Layer, ModelConfig, Rope
 from tlt_jax.models.low_rank import LowRank, is_low_rank
 from tlt_jax.models.params import Tiles, whole
 from tlt_jax.shapes import shaped
@@ -75,6 +76,15 @@ def keys_values(
     return rotated(k, layer.k_norm, config, cos, sin, axis), v
 
 
+def norm(
+    x: Float[Array, "*A D"], weight: Float[Array, " D"] | None, config: ModelConfig, axis: int = -1
+) -> Float[Array, "*A D"]:
+    """x normed as the policy does; as it is without a weight."""
+    if weight is None:
+        return x
+    return ops.rms_norm(x, weight, config.rms_eps, axis, config.norm_offset)
+
+
 def by_head(x: Float[Array, "*A HE"], config: ModelConfig, axis: int) -> Float[Array, "*A H E"]:
     """A projection split into heads."""
     shape = (
@@ -85,7 +95,7 @@ def by_head(x: Float[Array, "*A HE"], config: ModelConfig, axis: int) -> Float[A
 
 def rotated(
     x: Float[Array, "*A H E"],
-    norm: Float[Array, " E"] | None,
+    weight: Float[Array, " _"] | None,
     config: ModelConfig,
     cos: Float[Array, "*A 1 half"],
     sin: Float[Array, "*A 1 half"],
@@ -95,11 +105,11 @@ def rotated(
     """Queries or keys, normed if the policy has that norm, then rotated and scaled."""
     width = 1 if axis == 0 else -1
     x = remats.named(x, remats.HEADS)  # before the norm, whose backward pass needs it
-    if norm is not None and config.qk_norm == "width":
+    if weight is not None and config.qk_norm == "width":
         flat = x.reshape(-1, *x.shape[2:]) if axis == 0 else x.reshape(*x.shape[:-2], -1)
-        x = ops.rms_norm(flat, norm, config.rms_eps, axis).reshape(x.shape)
-    elif norm is not None:
-        x = ops.rms_norm(x, norm, config.rms_eps, width)
+        x = norm(flat, weight, config, axis).reshape(x.shape)
+    else:
+        x = norm(x, weight, config, width)
     if scale != 1:
         x = scale * x
     first, second = jnp.split(x, 2, axis=width)  # pairs (i, i + E/2) are rotated
@@ -114,11 +124,12 @@ def finish(
     axis: int,
 ) -> Float[Array, "*A D"]:
     """The layer's output: the projection of attention's result is added, then the MLP."""
-    eps, scale = config.rms_eps, config.residual_scale
+    scale = config.residual_scale
 
-    def add(x: Array, y: Array, matrix: Array | LowRank | Tiles, bias: Array | None, norm: Array | None) -> Array:
-        y = ops.project(y, matrix, bias, axis)
-        y = y if norm is None else ops.rms_norm(y, norm, eps, axis)
+    def add(
+        x: Array, y: Array, matrix: Array | LowRank | Tiles, bias: Array | None, weight: Array | None
+    ) -> Array:  # fmt: skip
+        y = norm(ops.project(y, matrix, bias, axis), weight, config, axis)
         return x + (y if scale == 1 else scale * y)
 
     with jax.named_scope("attention"):
@@ -126,8 +137,8 @@ def finish(
         x = remats.named(x, remats.ATTENDED)
 
     with jax.named_scope("mlp"):
-        y = x if layer.mlp_norm is None else ops.rms_norm(x, layer.mlp_norm, eps, axis)
-        return add(x, gated(layer, y, axis), layer.down, layer.down_bias, layer.mlp_out_norm)
+        inner = gated(layer, norm(x, layer.mlp_norm, config, axis), axis, config.activation)
+        return add(x, inner, layer.down, layer.down_bias, layer.mlp_out_norm)
 
 
 def finish_nodes(
@@ -138,12 +149,9 @@ def finish_nodes(
     next_norm: Float[Array, " D"] | None,
     fused: Fused | None,
 ) -> tuple[Float[Array, "D BN"], Float[Array, "D BN"] | None]:
-    """`finish` of tree nodes, by kernels where there are some; and that normed by `next_norm` where one kernel makes both.
-
-    The kernels add what a projection gives, and read normed inputs.
-    """
+    """`finish` of tree nodes, by kernels where there are some; and that normed by `next_norm` where one kernel makes both."""
     eps = config.rms_eps
-    if config.norms_after or config.residual_scale != 1:
+    if not config.is_usual:
         return finish(layer, config, x, attended, 0), None
 
     def add(
@@ -179,7 +187,12 @@ def finish_nodes(
         return add(x, y, layer.down, layer.down_bias, arrivals, next_norm)
 
 
-def gated(layer: Layer | JoinedLayer, y: Float[Array, "*A D"], axis: int) -> Float[Array, "*A F"]:
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
+
+
+def gated(
+    layer: Layer | JoinedLayer, y: Float[Array, "*A D"], axis: int, activation: str = "silu"
+) -> Float[Array, "*A F"]:
     """What the MLP's last projection reads, from the normed input.
 
     For tree nodes (axis 0), joined matrices are one product. For all tokens of prompts that product's result would be one
@@ -195,7 +208,7 @@ def gated(layer: Layer | JoinedLayer, y: Float[Array, "*A D"], axis: int) -> Flo
         matrix = whole(layer.gate_up)
         biases = (None, None) if layer.gate_up_bias is None else layer.gate_up_bias
         gate, up = map(partial(ops.project, y, axis=axis), low_rank.rows(matrix), biases)
-    return jax.nn.silu(gate) * up
+    return ACTIVATIONS[activation](gate) * up
 
 
 @jax.named_scope("layer")
@@ -210,53 +223,84 @@ def packed_layer(
     longest: int | None = None,
     mesh: Mesh | None = None,
     for_cache: bool = False,
+    index: int | Int[Array, ""] = 0,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T K E"], Float[Array, "B T K E"]]:
-    """The layer's output, and its keys and values.
+    """The layer's output, and its keys and values. `index`: of the layer.
 
     `for_cache`: values are finite, and keys NaN where values were not: tokens that see them are NaN, no others. At padding
     both are finite. Without it, a token that is not finite may make its whole row so; such an update is skipped.
     """
-    norm = layer.attention_norm
-    y = x if norm is None else ops.rms_norm(x, norm, config.rms_eps)
+    y = norm(x, layer.attention_norm, config)
     q, k, v = heads(layer, config, y, *angles, axis=-1)
     if for_cache:
         k = jnp.where(sound(v)[..., None], k, jnp.nan)
         k, v = jnp.where((segments > 0)[:, :, None, None], k, 0), finite(v)
     q = q.reshape(*k.shape[:3], -1, config.head_dim)
-    attended = packed_attention.attend(q, k, v, segments, block, longest, mesh=mesh)
+    given = {"block": block, "longest": longest, "mesh": mesh, "cap": config.score_cap}
+    forms = {
+        window: partial(packed_attention.attend, **given, window=window or None)
+        for window in config.windows or (0,)
+    }
+    with_window = [*forms].index
+    if len(forms) == 1 or isinstance(index, int):
+        attended = forms[(config.windows or (0,))[index if len(forms) > 1 else 0]](q, k, v, segments)
+    else:
+        which = jnp.array([with_window(window) for window in config.windows])[index]
+        attended = jax.lax.switch(which, [*forms.values()], q, k, v, segments)
     return finish(layer, config, x, attended.reshape(*x.shape[:2], -1), axis=-1), k, v
 
 
 @shaped
 def packed_angles(
-    config: ModelConfig, positions: Int[Array, "B T"], dtype: DTypeLike
+    config: ModelConfig,
+    positions: Int[Array, "B T"],
+    dtype: DTypeLike,
+    rope: Rope | None = None,
 ) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
-    """Cosine and sine of the rotary embedding, the same for every head."""
-    cos, sin = ops.rope_angles(config.rope, config.head_dim, positions, dtype)
+    """Cosine and sine of the rotary embedding, by default the policy's usual one; the same for every head."""
+    cos, sin = ops.rope_angles(rope or config.rope, config.head_dim, positions, dtype)
     return cos[:, :, None], sin[:, :, None]
 
 
 @shaped
 def node_angles(
-    config: ModelConfig, positions: Int[Array, "B N"], dtype: DTypeLike
+    config: ModelConfig,
+    positions: Int[Array, "B N"],
+    dtype: DTypeLike,
+    rope: Rope | None = None,
 ) -> tuple[Float[Array, "half BN"], Float[Array, "half BN"]]:
-    """Cosine and sine of the rotary embedding of tree nodes."""
-    cos, sin = ops.rope_angles(config.rope, config.head_dim, positions.reshape(-1), dtype)
+    """Cosine and sine of the rotary embedding of tree nodes; `rope`: as for `packed_angles`."""
+    cos, sin = ops.rope_angles(rope or config.rope, config.head_dim, positions.reshape(-1), dtype)
     return cos.T, sin.T
 
 
-def at_layer(
-    config: ModelConfig, layer: int | Int[Array, ""], angles: tuple[Array, Array]
-) -> tuple[Array, Array]:
-    """Cosine and sine of the rotary embedding in one layer: 1 and 0 in a layer without it."""
-    if not config.unrotated:
-        return angles
-    cos, sin = angles
-    if isinstance(layer, int):
-        is_rotated = layer not in config.unrotated
-        return angles if is_rotated else (jnp.ones_like(cos), jnp.zeros_like(sin))
-    is_rotated = (layer != jnp.array(config.unrotated)).all()
-    return jnp.where(is_rotated, cos, 1), jnp.where(is_rotated, sin, 0)
+Angles = tuple[Array, Array]  # cosine and sine
+
+
+def angles_by_layer(
+    config: ModelConfig, angles: Callable[[Rope], Angles]
+) -> Callable[[int | Array], Angles]:
+    """The cosine and sine of a layer, by its index, from those of a rotary embedding; 1 and 0 in a layer without one.
+
+    Each rotary embedding is computed once.
+    """
+
+    def rotation(rope: Rope | None) -> Angles:
+        if rope is not None:
+            return angles(rope)
+        cos, sin = angles(config.rope)
+        return jnp.ones_like(cos), jnp.zeros_like(sin)
+
+    found = {rope: rotation(rope) for rope in dict.fromkeys(config.ropes)}
+    which, kinds = [[*found].index(rope) for rope in config.ropes], [*found.values()]
+
+    def at(index: int | Array) -> Angles:
+        if len(kinds) == 1 or isinstance(index, int):
+            return kinds[which[index] if len(kinds) > 1 else 0]
+        cos, sin = (jnp.stack(part) for part in zip(*kinds, strict=True))
+        return cos[jnp.array(which)[index]], sin[jnp.array(which)[index]]
+
+    return at
 
 
 def node_heads(
@@ -286,7 +330,7 @@ def node_heads(
         eps, fused,
     )  # fmt: skip
     with jax.named_scope("attention"):
-        found, is_usual = None, config.qk_norm != "width" and config.score_scale == 1
+        found, is_usual = None, config.is_usual
         is_plain = is_usual and all(isinstance(matrix, jax.Array) for matrix in matrices)
         if inputs and is_plain:
             found = projections.heads(inputs, norms, *given)
@@ -311,8 +355,9 @@ def attention_heads(
 ) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
     """`node_heads` of a layer that reads x; x: also normed, where a kernel made that too."""
     x, normed = x
-    if config.norms_after:
-        return node_heads(layer, config, (), (), x, angles, batch, fused)
+    if not config.is_usual:
+        y = norm(x, layer.attention_norm, config, 0)
+        return node_heads(layer, config, (), (), y, angles, batch, fused)
     return node_heads(layer, config, (x,), (layer.attention_norm,), normed, angles, batch, fused)
 
 
@@ -328,6 +373,8 @@ def tree_layer(
     past: tuple[Float[Array, "B K E S"], Float[Array, "B K _ _"], Int[Array, " B"], bool],
     fused: Fused | None = None,
     arrivals: Int32[Array, "B K tiles"] | None = None,
+    first: Int[Array, "B N"] | None = None,
+    wraps: bool = False,
 ) -> tuple[
     tuple[Float[Array, "D BN"], Float[Array, "D BN"] | None],
     Float[Array, "B K E N"],
@@ -337,9 +384,10 @@ def tree_layer(
     """The layer's output, the keys and values of tree nodes, and `arrivals` of the next layer's tree_attention.attend.
 
     `past`: the cached keys and values, the number of committed slots of each sequence, and whether the values have slots
-    on their last axis. x and the output: also normed, for this layer and by `next_norm`, where one kernel made both.
+    on their last axis. `first`, `wraps`: see tree_attention.attend. x and the output: also normed, for this layer and by `next_norm`, where one kernel made both.
     """
     q, k, v = attention_heads(layer, config, x, angles, ancestors.shape[0], fused)
-    attended, arrivals = tree_attention.attend(q, k, v, ancestors, *past, fused, arrivals)
+    given = *past, fused, arrivals, first, wraps, config.score_cap
+    attended, arrivals = tree_attention.attend(q, k, v, ancestors, *given)
     ended = finish_nodes(layer, config, x[0], ops.by_feature(attended), next_norm, fused)
     return ended, k, v, arrivals

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -273,11 +273,11 @@ def for_policy(policy: ModelConfig, kind: str, **changes: Any) -> DrafterConfig:
     """
     row, size = kind_of(kind), policy.vocab_size
     family = policy.family if policy.family in row.families else row.families[0]
-    given = {
-        "family": family, "num_layers": NEW_LAYERS if row.is_block else 1, "qkv_bias": family == "qwen2", "o_bias": False,
-        "mlp_bias": False, "qk_norm": "head" if family == "qwen3" else "", "tied": False, "eos_ids": (),
-        "norms_after": False, "unrotated": (), **dict.fromkeys(("embed_scale", "residual_scale", "score_scale", "logit_scale"), 1.0),
-    }  # fmt: skip
+    kept = "rope", "rms_eps", "init_std"
+    given = {one.name: one.default for one in fields(ModelConfig) if one.default is not MISSING}
+    given = {name: value for name, value in given.items() if name not in kept}
+    given |= {"family": family, "num_layers": NEW_LAYERS if row.is_block else 1}
+    given |= {"qkv_bias": family == "qwen2", "qk_norm": "head" if family == "qwen3" else ""}
     inner = {one.name for one in fields(ModelConfig)} & {*changes}
     layers = replace(policy, **given | {name: changes.pop(name) for name in inner})
     own = {"draft_vocab_size": size} | row.new(policy) | changes

@@ -19,9 +19,11 @@ class Family(NamedTuple):
     """How a model type differs from the others, in its config.json and in the tensors of its files.
 
     `defaults`: of entries that a config.json may lack, as transformers has them. `entries`: further ones that are read, and
-    `read(raw)`: the ModelConfig's fields from them; `write(config)`: the entries from the fields. `renamed`: field of Layer
-    -> its tensor in a layer, where that is not hf.IN_LAYER's. `joined`: a tensor in a layer that has those of several
-    fields, one below the other -> these fields.
+    `read(raw)`: the ModelConfig's fields from them; `write(config)`: the entries from the fields. `is_windowed(raw, layer)`:
+    whether a layer has the window, where layer_types does not say so. `local_theta`: the base of rotary embeddings of these
+    layers, where they have their own; 0: that of the others, unscaled. `activation`: the entry and its value. `renamed`:
+    field of Layer -> its tensor in a layer, where that is not hf.IN_LAYER's. `joined`: a tensor in a layer that has those of
+    several fields, one below the other -> these fields.
     """
 
     architecture: str
@@ -29,6 +31,9 @@ class Family(NamedTuple):
     entries: tuple[str, ...] = ()
     read: Callable[[Raw], dict[str, Any]] = lambda raw: {}
     write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+    is_windowed: Callable[[Raw, int], bool] = lambda raw, layer: False
+    local_theta: float | None = None
+    activation: tuple[str, str] = ("hidden_act", "silu")
     renamed: Mapping[str, str] = {}
     joined: Mapping[str, tuple[str, ...]] = {}
 
@@ -78,69 +83,208 @@ def write_scales(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_unrotated(raw: Raw) -> dict[str, Any]:
-    """SmolLM3's layers without rotary embedding: named one by one, or every few."""
-    count, every = raw["num_hidden_layers"], raw.get("no_rope_layer_interval", 4)
-    rotated = raw.get("no_rope_layers") or [(i + 1) % every for i in range(count)]
-    if len(rotated) < count:
+    """SmolLM3's layers without rotary embedding."""
+    count = raw["num_hidden_layers"]
+    return read_biases(raw) | {"unrotated": tuple(i for i in range(count) if not is_rotated(raw, i))}
+
+
+def is_rotated(raw: Raw, layer: int) -> bool:
+    """Whether a layer of SmolLM3 has a rotary embedding: named one by one, or all but every few."""
+    named = raw.get("no_rope_layers")
+    if named is None:
+        return bool((layer + 1) % raw.get("no_rope_layer_interval", 4))
+    if len(named) != raw["num_hidden_layers"]:
         raise ModelError(
-            f"no_rope_layers has {len(rotated)} entries for {count} layers: give each layer one"
+            f"no_rope_layers has {len(named)} entries for {raw['num_hidden_layers']} layers: give each layer one"
         )
-    unrotated = tuple(i for i in range(count) if not rotated[i])
-    return read_biases(raw) | {"unrotated": unrotated}
+    return bool(named[layer])
 
 
 def write_unrotated(config: ModelConfig) -> dict[str, Any]:
     rotated = [int(i not in config.unrotated) for i in range(config.num_layers)]
-    layers = {"layer_types": ["full_attention"] * config.num_layers, "use_sliding_window": False}
-    return write_biases(config) | {"no_rope_layers": rotated} | layers | NO_PADDING
+    named = {"no_rope_layers": rotated} | NO_PADDING
+    return write_biases(config) | named | write_switched_windows(config)
+
+
+def read_windows(raw: Raw, family: Family) -> tuple[int, ...]:
+    """The window of each layer, 0 for those without one; () when no window is shorter than the longest sequence."""
+    window, count = raw.get("sliding_window"), raw["num_hidden_layers"]
+    if raw.get("use_sliding_window", True) is False or window is None:
+        return ()
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        found = [family.is_windowed(raw, layer) for layer in range(count)]
+    else:
+        refuse(
+            (len(kinds) != count, f"layer_types has {len(kinds)} entries for {count} layers: give each layer one"),
+        )  # fmt: skip
+        found = [kind == "sliding_attention" for kind in kinds]
+    if not any(found) or window >= raw["max_position_embeddings"]:
+        return ()
+    return tuple(window if has else 0 for has in found)
+
+
+def write_window(config: ModelConfig) -> dict[str, Any]:
+    """The window of all layers."""
+    return {"sliding_window": max(config.windows, default=None)}
+
+
+def write_windows(config: ModelConfig) -> dict[str, Any]:
+    """The window, and which layers have it."""
+    kinds = [
+        "sliding_attention" if window else "full_attention"
+        for window in config.windows or (0,) * config.num_layers
+    ]
+    return write_window(config) | {"layer_types": kinds}
+
+
+def write_switched_windows(config: ModelConfig) -> dict[str, Any]:
+    """The same of a type whose windows are off unless one entry says otherwise."""
+    if not config.windows:
+        return {"use_sliding_window": False}
+    return {"use_sliding_window": True} | write_windows(config)
+
+
+def write_qwen_windows(config: ModelConfig) -> dict[str, Any]:
+    """Also the number of layers before the first with a window; nothing where none has one."""
+    if not config.windows:
+        return {}
+    first = next(i for i, window in enumerate(config.windows) if window)
+    return write_switched_windows(config) | {"max_window_layers": first}
+
+
+def write_ropes(config: ModelConfig) -> dict[str, Any]:
+    """Rotary embeddings by the type of layer, in the dialect of transformers 5 alone."""
+
+    def of(rope: Rope) -> dict[str, Any]:
+        return {"rope_theta": rope.theta, **(write_rope(rope) or {"rope_type": "default"})}
+
+    local = config.window_rope or config.rope
+    return {"rope_parameters": {"full_attention": of(config.rope), "sliding_attention": of(local)}}
 
 
 def write_phi3(config: ModelConfig) -> dict[str, Any]:
     original = {"original_max_position_embeddings": config.max_positions}
-    return {"sliding_window": None} | original | NO_PADDING
+    return write_window(config) | original | NO_PADDING
+
+
+def read_olmo(raw: Raw) -> dict[str, Any]:
+    """Norms of all query or key heads together, and of what attention and MLP give."""
+    return read_attention_bias(raw) | {"qk_norm": "width", "norms": "after"}
+
+
+def write_olmo(config: ModelConfig) -> dict[str, Any]:
+    return write_attention_bias(config) | NO_PADDING
+
+
+def write_olmo3(config: ModelConfig) -> dict[str, Any]:
+    return write_olmo(config) | write_windows(config) | write_ropes(config)
+
+
+def read_gemma(raw: Raw) -> dict[str, Any]:
+    """Gemma 2, and the text model of Gemma 3."""
+    refuse((raw.get("use_bidirectional_attention"), "use_bidirectional_attention true is not supported"))
+    return read_attention_bias(raw) | {
+        "norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh", "embed_scale": math.sqrt(raw["hidden_size"]),
+        "score_scale": math.sqrt(raw["head_dim"] / raw["query_pre_attn_scalar"]),
+        "score_cap": float(raw.get("attn_logit_softcapping") or 0),
+        "logit_cap": float(raw.get("final_logit_softcapping") or 0),
+    }  # fmt: skip
+
+
+def write_gemma(config: ModelConfig) -> dict[str, Any]:
+    own = {
+        "query_pre_attn_scalar": round(config.head_dim / config.score_scale**2),
+        "attn_logit_softcapping": config.score_cap or None,
+        "final_logit_softcapping": config.logit_cap or None,
+    }
+    return write_attention_bias(config) | own | NO_PADDING | write_windows(config)
+
+
+def write_gemma3(config: ModelConfig) -> dict[str, Any]:
+    local = {"rope_local_base_freq": (config.window_rope or config.rope).theta}
+    return write_gemma(config) | local | write_ropes(config)
 
 
 NO_PADDING = {"pad_token_id": None}  # transformers would take one that the vocabulary may not have
-QWEN_POSITIONS = {"max_position_embeddings": 32768}
-# A field of Layer is its tensor in another place.
+QWEN = {"max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+QWEN_WINDOWS = "use_sliding_window", "sliding_window", "max_window_layers", "layer_types"
+BIASES = "attention_bias", "mlp_bias"
 NORMS_AFTER = {
     "attended_norm": "post_attention_layernorm.weight",
     "mlp_out_norm": "post_feedforward_layernorm.weight",
 }
+NORMS_BOTH = NORMS_AFTER | {"mlp_norm": "pre_feedforward_layernorm.weight"}
+GELU = "hidden_activation", "gelu_pytorch_tanh"
+GEMMA = {
+    "head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "sliding_window": 4096, "query_pre_attn_scalar": 256
+}  # fmt: skip
+GEMMA_ENTRIES = (
+    "attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping",
+    "final_logit_softcapping",
+)  # fmt: skip
 FUSED = {
     "self_attn.qkv_proj.weight": ("q", "k", "v"),
     "mlp.gate_up_proj.weight": ("gate", "up"),
 }
+
+
+def in_last_layers(raw: Raw, layer: int) -> bool:
+    """Whether a layer is one of Qwen's with a window."""
+    return layer >= raw["max_window_layers"]
+
+
 FAMILIES = {
-    "qwen2": Family("Qwen2ForCausalLM", QWEN_POSITIONS, read=lambda raw: {"qkv_bias": True}),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", QWEN, QWEN_WINDOWS, lambda raw: {"qkv_bias": True}, write_qwen_windows, in_last_layers
+    ),
     "qwen3": Family(
-        "Qwen3ForCausalLM", QWEN_POSITIONS | {"head_dim": 128}, ("attention_bias",),
-        lambda raw: read_attention_bias(raw) | {"qk_norm": "head"}, write_attention_bias,
+        "Qwen3ForCausalLM", QWEN | {"head_dim": 128}, ("attention_bias", *QWEN_WINDOWS),
+        lambda raw: read_attention_bias(raw) | {"qk_norm": "head"},
+        lambda config: write_attention_bias(config) | write_qwen_windows(config), in_last_layers,
     ),
     "llama": Family(
-        "LlamaForCausalLM", {"max_position_embeddings": 2048}, ("attention_bias", "mlp_bias"), read_biases, write_biases
+        "LlamaForCausalLM", {"max_position_embeddings": 2048}, BIASES, read_biases, write_biases
     ),
     "mistral": Family(
         "MistralForCausalLM", {"max_position_embeddings": 131072, "sliding_window": 4096, "num_key_value_heads": 8},
-        ("sliding_window",), write=lambda config: {"sliding_window": None},
+        ("sliding_window",), write=write_window, is_windowed=lambda raw, layer: True,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
-        {"max_position_embeddings": 32768, "rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True},
-        ("attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval"), read_unrotated, write_unrotated,
+        {"max_position_embeddings": 32768, "rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True,
+         "use_sliding_window": False},
+        (*BIASES, "no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "sliding_window", "layer_types"),
+        read_unrotated, write_unrotated, lambda raw, layer: not is_rotated(raw, layer),
     ),
     "granite": Family(
-        "GraniteForCausalLM", {"max_position_embeddings": 2048}, ("attention_bias", "mlp_bias", *SCALES.values()),
-        read_scales, write_scales,
+        "GraniteForCausalLM", {"max_position_embeddings": 2048}, (*BIASES, *SCALES.values()), read_scales, write_scales
     ),
     "phi3": Family(
-        "Phi3ForCausalLM", {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-        write=write_phi3, joined=FUSED,
+        "Phi3ForCausalLM", {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}, ("sliding_window",),
+        write=write_phi3, is_windowed=lambda raw, layer: True, joined=FUSED,
     ),
     "olmo2": Family(
-        "Olmo2ForCausalLM", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}, ("attention_bias",),
-        lambda raw: read_attention_bias(raw) | {"qk_norm": "width", "norms_after": True},
-        lambda config: write_attention_bias(config) | NO_PADDING, NORMS_AFTER,
+        "Olmo2ForCausalLM", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}, ("attention_bias",), read_olmo,
+        write_olmo, renamed=NORMS_AFTER,
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
+        ("attention_bias", "sliding_window", "layer_types"), read_olmo, write_olmo3,
+        lambda raw, layer: bool((layer + 1) % 4), 0.0, renamed=NORMS_AFTER,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        GEMMA | {"max_position_embeddings": 131072, "rope_theta": 1e6, "sliding_window_pattern": 6},
+        (*GEMMA_ENTRIES, "sliding_window_pattern", "rope_local_base_freq"),
+        lambda raw: read_gemma(raw) | {"qk_norm": "head"}, write_gemma3,
+        lambda raw, layer: bool((layer + 1) % raw["sliding_window_pattern"]), 10000.0, GELU, NORMS_BOTH,
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM", GEMMA | {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0}, GEMMA_ENTRIES, read_gemma, write_gemma, lambda raw, layer: layer % 2 == 0,
+        activation=GELU, renamed=NORMS_BOTH,
     ),
 }  # fmt: skip
 REQUIRED = (
@@ -156,6 +300,8 @@ INIT_FIELDS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "rope_theta", "rope_scaling", "rope_parameters",
     "initializer_range", "eos_token_id",
 )  # fmt: skip
+# Entries of which null says something else than that they are absent: no window, no cap.
+NULL = "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"
 INIT_DEFAULTS = {"model_type": "qwen2", "tie_word_embeddings": True}
 
 
@@ -171,8 +317,11 @@ def from_hf_config(
         raise ModelError(f"config.json lacks {', '.join(missing)}: give sizes for them")
     check_numbers(raw)
     family = FAMILIES[raw["model_type"]]
-    raw = {**raw, **{name: value for name, value in family.defaults.items() if raw.get(name) is None}}
+    raw = family.defaults | {
+        name: value for name, value in raw.items() if value is not None or name in NULL
+    }
     heads, width, positions = raw["num_attention_heads"], raw["hidden_size"], raw["max_position_embeddings"]
+    windows = read_windows(raw, family)
     eos = raw.get("eos_token_id"), (generation or {}).get("eos_token_id"), list(tokenizer_eos)
     lists = [one if isinstance(one, list) else [one] for one in eos]
     eos_ids = tuple(sorted({int(one) for ids in lists for one in ids if one is not None}))
@@ -192,7 +341,8 @@ def from_hf_config(
             head_dim=raw.get("head_dim") or width // heads,
             mlp_dim=raw["intermediate_size"],
             max_positions=positions,
-            rope=read_rope(raw, positions),
+            **read_ropes(raw, positions, family, windows),
+            windows=windows,
             rms_eps=raw.get("rms_norm_eps", 1e-6),
             tied=bool(raw.get("tie_word_embeddings", False)),
             init_std=raw.get("initializer_range", 0.02),
@@ -212,22 +362,18 @@ def refuse(*rules: tuple[Any, str]) -> None:
 
 def refuse_unsupported(raw: Mapping[str, Any]) -> None:
     """Raises ModelError for a feature that this code does not compute."""
-    kind, act = raw.get("model_type"), raw.get("hidden_act", "silu")
+    kind = raw.get("model_type")
+    refuse((kind not in FAMILIES, f"model_type {kind!r} is not supported: use {', '.join(FAMILIES)}"))
+    name, only = FAMILIES[kind].activation
+    act = raw.get(name) or only
     names = "num_experts", "num_local_experts", "n_routed_experts"
     experts = ", ".join(f"{name} {raw[name]}" for name in names if raw.get(name))
     factor = raw.get("partial_rotary_factor")
-    other = sorted({*(raw.get("layer_types") or [])} - {"full_attention"})
-    refuse((kind not in FAMILIES, f"model_type {kind!r} is not supported: use {', '.join(FAMILIES)}"))
-    window = raw.get("sliding_window", FAMILIES[kind].defaults.get("sliding_window"))
-    is_windowed = kind in ("mistral", "phi3") and window is not None
+    other = sorted({*(raw.get("layer_types") or [])} - {"full_attention", "sliding_attention"})
     refuse(
         (experts, f"{experts}: mixture of experts is not supported, use a dense model"),
-        (raw.get("use_sliding_window"),
-         "use_sliding_window true: sliding-window attention is not supported, only full attention"),
-        (is_windowed and window < (raw.get("max_position_embeddings") or math.inf),
-         f"sliding_window {window}: sliding-window attention is not supported, only full attention (null)"),
-        (other, f"layer_types {', '.join(other)}: not supported, only full_attention"),
-        (act != "silu", f"hidden_act {act!r} is not supported, only 'silu'"),
+        (other, f"layer_types {', '.join(other)}: not supported, only full_attention and sliding_attention"),
+        (act != only, f"{name} {act!r} is not supported, only {only!r}"),
         (raw.get("quantization_config"),
          "quantization_config: quantized weights are not supported, use float32 or bfloat16 ones"),
         (factor not in (None, 1.0), f"partial_rotary_factor {factor} is not supported, only 1.0"),
@@ -236,16 +382,35 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
 
 def check_numbers(raw: Mapping[str, Any]) -> None:
     """Raises ModelError for a size that is not an integer of at least 1, and for other numbers that are not positive."""
-    for name in (*REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+    sizes = "num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window"
+    for name in (*REQUIRED, *sizes):
         size = raw.get(name)
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ModelError(f"{name} {size!r}: use a whole number of at least 1")
-    for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
+    numbers = "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", *SCALES.values()
+    for name in ("rms_norm_eps", "rope_theta", "initializer_range", *numbers):
         value = raw.get(name)
         if value is not None and (
             isinstance(value, bool) or not isinstance(value, int | float) or not value > 0
         ):
             raise ModelError(f"{name} {value!r}: use a number above 0")
+
+
+def read_ropes(
+    raw: Raw, max_positions: int, family: Family, windows: tuple[int, ...]
+) -> dict[str, Rope]:
+    """The rotary embedding, and that of layers with a window where they have their own."""
+    if family.local_theta is None:
+        return {"rope": read_rope(raw, max_positions)}
+    given = raw.get("rope_parameters") or {}
+    nested = {name: given[name] for name in ("full_attention", "sliding_attention") if given.get(name)}
+    usual = nested.get("full_attention", {} if nested else given)
+    rope = read_rope({**raw, "rope_parameters": usual}, max_positions)
+    local = nested.get("sliding_attention") or {
+        "rope_theta": raw.get("rope_local_base_freq") or family.local_theta or rope.theta
+    }
+    local = read_rope({"rope_parameters": local}, max_positions)
+    return {"rope": rope} | ({"window_rope": local} if windows and local != rope else {})
 
 
 def read_rope(raw: Mapping[str, Any], max_positions: int) -> Rope:
@@ -309,8 +474,9 @@ def yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
 
 def to_hf_config(config: ModelConfig, dtype: Any) -> dict[str, Any]:
     """The config.json of this model, in the dialect that transformers 4 and 5, vLLM and SGLang read."""
+    family = FAMILIES[config.family]
     raw: dict[str, Any] = {
-        "architectures": [FAMILIES[config.family].architecture],
+        "architectures": [family.architecture],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -320,7 +486,7 @@ def to_hf_config(config: ModelConfig, dtype: Any) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "intermediate_size": config.mlp_dim,
         "max_position_embeddings": config.max_positions,
-        "hidden_act": "silu",
+        family.activation[0]: family.activation[1],
         "rms_norm_eps": config.rms_eps,
         "rope_theta": config.rope.theta,
         "rope_scaling": write_rope(config.rope),
@@ -329,7 +495,7 @@ def to_hf_config(config: ModelConfig, dtype: Any) -> dict[str, Any]:
         "torch_dtype": str(dtype),
         "use_cache": True,
     }
-    return raw | FAMILIES[config.family].write(config) | eos_entry(config)
+    return raw | family.write(config) | eos_entry(config)
 
 
 def eos_entry(config: ModelConfig) -> dict[str, Any]:

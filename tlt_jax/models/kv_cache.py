@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,6 +33,9 @@ class KVCache:
     E], which a CPU reads 3 times faster. S is the bucket plus the widest path that `commit` writes. `states`: the normed last
     hidden states; None when not captured.
 
+    `rings`: of layers with a window, the most slots that they need: the window and the widest path. Position p lies in slot
+    p % slots of such a layer, which has that many slots or S; 0: a layer without a window. (): no layer has one.
+
     Slots past a sequence's length are undefined, but finite: whatever is written, 0 stands for values, features and states
     that are NaN or infinite. Attention gives them the weight 0, and 0 * NaN is NaN. Keys may be NaN: their scores are masked.
     """
@@ -41,6 +45,11 @@ class KVCache:
     features: Float[Array, "B S F"]
     states: Float[Array, "B S D"] | None = None
     slots_last: bool = struct.field(pytree_node=False, default=False)  # of the values
+    rings: tuple[int, ...] = struct.field(pytree_node=False, default=())
+
+    def wraps(self, layer: int) -> bool:
+        """Whether a layer has fewer slots than a sequence may have tokens."""
+        return bool(self.rings) and self.keys[layer].shape[3] == self.rings[layer]
 
     def slot_axis(self, name: str) -> int:
         """The axis of the slots in the leaves of this name."""
@@ -63,19 +72,24 @@ class Scratch:
 
 
 def each(function: Callable[..., Array], cache: KVCache, *others: Scratch) -> KVCache:
-    """The cache with function(name, its leaf, the leaves of the others as it stores them) for every leaf."""
+    """The cache with function(name, layer, its leaf, the leaves of the others as it stores them) for every leaf.
+
+    `layer`: the index of a layer's leaf; -1 for the others.
+    """
 
     def stored(name: str, leaf: Array) -> Array:
         leaf = leaf if name == "keys" else finite(leaf)
         return jnp.swapaxes(leaf, 2, 3) if cache.slots_last and name == "values" else leaf
 
     def of(name: str) -> Any:
-        leaves = [getattr(other, name) for other in others]
-        return jax.tree.map(
-            lambda old, *leaf: function(name, old, *(stored(name, one) for one in leaf)),
-            getattr(cache, name),
-            *leaves,
-        )
+        old, *leaves = (getattr(one, name) for one in (cache, *others))
+        if isinstance(old, tuple):
+            layers = enumerate(zip(old, *leaves, strict=True))
+            return tuple(changed(name, layer, *parts) for layer, parts in layers)
+        return None if old is None else changed(name, -1, old, *leaves)
+
+    def changed(name: str, layer: int, old: Array, *new: Array) -> Array:
+        return function(name, layer, old, *(stored(name, one) for one in new))
 
     return cache.replace(**{name: of(name) for name in AXES})
 
@@ -88,8 +102,9 @@ def abstract(
     dtype: DTypeLike,
     mesh: Mesh,
     captures_states: bool = False,
+    rings: tuple[int, ...] = (),
 ) -> KVCache:
-    """Shape, dtype and sharding of a cache on a data group's mesh."""
+    """Shape, dtype and sharding of a cache on a data group's mesh; `rings`: see KVCache."""
     L, K, E = config.num_layers, rollout_kv_heads(config, mesh.shape["model"]), config.head_dim
 
     def describe(name: str, *shape: int) -> jax.ShapeDtypeStruct:
@@ -98,12 +113,16 @@ def abstract(
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, axes, "rollout"))
 
     slots_last = is_tpu(mesh)
+    sizes = [min(slots, ring or slots) for ring in rings or (0,) * L]
     return KVCache(
-        keys=(describe("keys", batch, K, E, slots),) * L,
-        values=(describe("values", batch, K, *((E, slots) if slots_last else (slots, E))),) * L,
+        keys=tuple(describe("keys", batch, K, E, size) for size in sizes),
+        values=tuple(
+            describe("values", batch, K, *((E, size) if slots_last else (size, E))) for size in sizes
+        ),
         features=describe("features", batch, slots, features),
         states=describe("states", batch, slots, config.hidden_size) if captures_states else None,
         slots_last=slots_last,
+        rings=rings,
     )
 
 
@@ -122,14 +141,21 @@ def commit(
     pass that made the scratch.
     """
 
-    def write(name: str, rows: Array, nodes: Array) -> Array:
+    def write(name: str, layer: int, rows: Array, nodes: Array) -> Array:
         axis = cache.slot_axis(name)
         if path is not None and nodes.shape[axis] > 1:
             index = jnp.expand_dims(path, [i for i in range(1, nodes.ndim) if i != axis])
             nodes = jnp.take_along_axis(nodes, index, axis=axis)
 
+        put = partial(jax.lax.dynamic_update_slice_in_dim, axis=axis - 1)
+
         def one(row: Array, update: Array, start: Array) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(row, update, start, axis=axis - 1)
+            if layer < 0 or not cache.wraps(layer):
+                return put(row, update, start)
+            for node in range(update.shape[axis - 1]):
+                each = jax.lax.slice_in_dim(update, node, node + 1, axis=axis - 1)
+                row = put(row, each, (start + node) % row.shape[axis - 1])
+            return row
 
         return jax.vmap(one)(rows, nodes, lengths)
 
@@ -137,7 +163,10 @@ def commit(
         return each(write, cache, scratch)
     nodes = path if scratch.keys[0].shape[3] > 1 else None
     layers = zip(cache.keys, cache.values, scratch.keys, scratch.values, strict=True)
-    written = [cache_rows.write(*layer, nodes, lengths, scratch.after, fused) for layer in layers]
+    written = [
+        cache_rows.write(*layer, nodes, lengths, scratch.after, fused, cache.wraps(index))
+        for index, layer in enumerate(layers)
+    ]
     keys, values = zip(*written, strict=True)
     rest = each(write, cache.replace(keys=(), values=()), scratch.replace(keys=(), values=()))
     return rest.replace(keys=keys, values=values)
@@ -147,9 +176,9 @@ def commit(
 def write(
     cache: KVCache, scratch: Scratch, rows: Int[Array, " R"], starts: Int[Array, " R"]
 ) -> KVCache:
-    """The cache with all nodes of R trees; tree r is written to row rows[r] from slot starts[r] on."""
+    """The cache, of layers without windows, with all nodes of R trees; tree r is written to row rows[r] from starts[r] on."""
 
-    def put(name: str, array: Array, new: Array) -> Array:
+    def put(name: str, layer: int, array: Array, new: Array) -> Array:
         axis = cache.slot_axis(name)
 
         def one(r: Array, array: Array) -> Array:
@@ -166,7 +195,7 @@ def write(
 def insert(
     cache: KVCache, prefilled: Scratch, rows: Int[Array, " R"], source: Int[Array, " R"]
 ) -> KVCache:
-    """The cache with row source[r] of the prefilled prompts in slots [0, P) of sequence rows[r].
+    """The cache with row source[r] of the prefilled prompts in slots [0, P) of sequence rows[r], or in those of a ring.
 
     Other slots and sequences are unchanged. The rows are distinct; entries with rows >= B are padding and are dropped.
     """
@@ -174,7 +203,7 @@ def insert(
     if P > S:
         raise ValueError(f"{P} slots of prefilled prompts do not fit a cache of {S}")
 
-    def fill(name: str, array: Array, new: Array) -> Array:
+    def fill(name: str, layer: int, array: Array, new: Array) -> Array:
         window = tuple(slice(0, size) for size in new.shape[1:])
         return array.at[rows, *window].set(new[source], mode="drop", unique_indices=True)
 
@@ -185,13 +214,29 @@ def insert(
 def resize(cache: KVCache, rows: Int[Array, " B2"], slots: int) -> KVCache:
     """The cache of the sequences `rows` (-1: those of any row), cut or padded to this many slots."""
 
-    def fit(name: str, array: Array) -> Array:
+    def fit(name: str, layer: int, array: Array) -> Array:
         axis = cache.slot_axis(name)
         array = array[jnp.maximum(rows, 0)]
-        if slots <= array.shape[axis]:
-            return jax.lax.slice_in_dim(array, 0, slots, axis=axis)
+        ring = cache.rings[layer] if cache.rings and layer >= 0 else 0
+        wanted = min(slots, ring or slots)
+        if wanted <= array.shape[axis]:
+            return jax.lax.slice_in_dim(array, 0, wanted, axis=axis)
         return jnp.pad(
-            array, [(0, slots - size if i == axis else 0) for i, size in enumerate(array.shape)]
+            array, [(0, wanted - size if i == axis else 0) for i, size in enumerate(array.shape)]
         )
 
     return each(fit, cache)
+
+
+@shaped
+def in_ring(
+    prefilled: Float[Array, "Q ..."], lengths: Int[Array, " Q"], ring: int, axis: int
+) -> Float[Array, "Q ..."]:
+    """Keys or values of whole prompts with the last positions of each in the slots of a ring; as they are where all fit."""
+    if not ring or prefilled.shape[axis] <= ring:
+        return prefilled
+    last = lengths[:, None] - 1
+    places = jnp.maximum(last - (last - jnp.arange(ring)) % ring, 0)
+    return jnp.take_along_axis(
+        prefilled, jnp.expand_dims(places, [i for i in range(1, prefilled.ndim) if i != axis]), axis
+    )

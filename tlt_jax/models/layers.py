@@ -135,12 +135,19 @@ def project(
 
 
 def rms_norm(
-    x: Float[Array, "*A D"], weight: Float[Array, " D"], eps: float, axis: int = -1
+    x: Float[Array, "*A D"],
+    weight: Float[Array, " D"],
+    eps: float,
+    axis: int = -1,
+    offset: float = 0.0,
 ) -> Float[Array, "*A D"]:
-    """x at unit root mean square over `axis`, times weight."""
+    """x at unit root mean square over `axis`, times weight, or times weight + offset, which is rounded once, as Gemma's is."""
     wide = x.astype(widen(x.dtype))
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=axis, keepdims=True) + eps)
     others = [i for i in range(x.ndim) if i != axis % x.ndim]
+    if offset:
+        gain = jnp.expand_dims(weight.astype(wide.dtype) + offset, others)
+        return (wide * scale * gain).astype(x.dtype)
     return (wide * scale).astype(x.dtype) * jnp.expand_dims(weight, others)
 
 

@@ -11,8 +11,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from tlt_jax.config.schema import ALL_LINEAR, LORA_TARGETS, Lora as Knobs
+from tlt_jax.errors import ModelError
 from tlt_jax.models import architecture, params as trees
 from tlt_jax.models.architecture import Layer, ModelConfig, Params
+from tlt_jax.models.hf_config import FAMILIES
 from tlt_jax.models.low_rank import Lora, LowRank, is_low_rank, merged
 from tlt_jax.models.params import Weight
 
@@ -62,7 +64,12 @@ def chosen(knobs: Knobs) -> Lora | None:
 
 
 def weights(lora: Lora, model: ModelConfig, model_axis: int) -> Adapters:
-    """A Weight for every factor, of all layers."""
+    """A Weight for every factor, of all layers. Raises ModelError for a type whose files join matrices."""
+    if wholes := ", ".join(FAMILIES[model.family].joined):
+        raise ModelError(
+            f"model.lora with model_type {model.family}: its files have {wholes}, for which adapters of each part cannot be "
+            "written: use rank 0, which trains all weights"
+        )
     return of_layer(lora, architecture.weights(model, model_axis).layers)
 
 

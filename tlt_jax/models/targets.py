@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from tlt_jax.distributed.mesh import sharding
-from tlt_jax.kernels.numerics import contract, masked, widen
+from tlt_jax.kernels.numerics import capped, contract, masked, widen
 from tlt_jax.models import architecture
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.shapes import shaped
@@ -117,13 +117,14 @@ class Head(NamedTuple):
     axes: tuple[str | None, ...]
     vocab_size: int
     mesh: Mesh
+    cap: float = 0.0  # of the logits
 
     @classmethod
     def of(cls, params: Params, model: ModelConfig, mesh: Mesh) -> Head:
         """The output embedding of the policy in its "train" layout."""
         name = "embed" if params.head is None else "head"
         axes = getattr(architecture.weights(model, mesh.shape["model"]), name).axes
-        return cls(getattr(params, name), axes, model.vocab_size, mesh)
+        return cls(getattr(params, name), axes, model.vocab_size, mesh, model.logit_cap)
 
     def copies(self, weight: Float[Array, "V D"]) -> Float[Array, "G V D"]:
         """The weight gathered once for each data group."""
@@ -147,8 +148,8 @@ class Head(NamedTuple):
         return self.lay(logits, ("batch", None, "vocab"), "train")
 
     def visible(self, logits: Float[Array, "G t V"]) -> Float[Array, "G t V"]:
-        """The logits; those of the vocabulary's padding are the lowest number."""
-        return masked(logits, jnp.arange(logits.shape[-1]) < self.vocab_size)
+        """The logits, capped; those of the vocabulary's padding are the lowest number."""
+        return masked(capped(logits, self.cap), jnp.arange(logits.shape[-1]) < self.vocab_size)
 
     def lay(self, array: Array, axes: tuple[str | None, ...], layout: str) -> Array:
         return jax.lax.with_sharding_constraint(array, sharding(self.mesh, axes, layout))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 from tlt_jax.distributed.mesh import is_gpu
 from tlt_jax.kernels import cache_rows
 from tlt_jax.kernels.fused import Fused
-from tlt_jax.kernels.numerics import contract, masked
-from tlt_jax.models import decoder_layer, layers as ops, remat as remats
+from tlt_jax.kernels.numerics import capped, contract, masked
+from tlt_jax.models import decoder_layer, kv_cache, layers as ops, remat as remats
 from tlt_jax.models.architecture import NORMED, Captures, Layer, ModelConfig, Params, head
 from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.models.params import Tiles, for_columns
@@ -51,8 +51,8 @@ def hidden(
     ) -> tuple[tuple[Array, list[Array]], None]:
         (x, kept), (depth, layer) = carry, step
         layer = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), layer)
-        given = decoder_layer.at_layer(config, depth - 1, angles), segments, block, longest, mesh
-        x = rows(decoder_layer.packed_layer(layer, config, x, *given)[0])
+        given = angles(depth - 1), segments, block, longest, mesh
+        x = rows(decoder_layer.packed_layer(layer, config, x, *given, index=depth - 1)[0])
         pairs = zip(captures, kept, strict=True)
         return (x, [jnp.where(depth == capture, x, old) for capture, old in pairs]), None
 
@@ -60,7 +60,9 @@ def hidden(
         """`body` on the layer at this depth, read in its place: a slice of some layers would be a copy of their weights."""
         return body(carry, (depth, jax.tree.map(lambda leaf: leaf[depth - 1], params.layers)))
 
-    angles = decoder_layer.packed_angles(config, positions, compute_dtype)
+    angles = decoder_layer.angles_by_layer(
+        config, lambda rope: decoder_layer.packed_angles(config, positions, compute_dtype, rope)
+    )
     with jax.named_scope("embed"):
         x = rows(scaled(params.embed[tokens].astype(compute_dtype), config.embed_scale))
     depths, carry = jnp.arange(1, config.num_layers + 1), (x, [x] * len(captures))
@@ -84,7 +86,7 @@ def final(
     x: Float[Array, "*A D"], weight: Float[Array, " D"], config: ModelConfig, axis: int
 ) -> Float[Array, "*A D"]:
     """The normed last hidden states. The scale of the logits is in them, so that whoever has them needs only the head."""
-    return scaled(ops.rms_norm(x, weight, config.rms_eps, axis), config.logit_scale)
+    return scaled(decoder_layer.norm(x, weight, config, axis), config.logit_scale)
 
 
 def gathered(
@@ -107,6 +109,7 @@ def logits(
 ) -> Float[Array, "*batch V"]:
     """Logits over the padded vocabulary, in at least float32; those of padding are the lowest number."""
     scores = contract("...d,vd->...v", x, head(params).astype(x.dtype))
+    scores = capped(scores, config.logit_cap)
     return masked(scores, jnp.arange(scores.shape[-1]) < config.vocab_size)
 
 
@@ -121,8 +124,11 @@ def prefill(
     block: int = 512,
     captures_states: bool = False,
     mesh: Mesh | None = None,
+    rings: tuple[int, ...] = (),
 ) -> Scratch:
     """Keys, values, features and states of whole prompts; those past a prompt's length are undefined.
+
+    `rings`: of the cache that they are for; layers with fewer slots than a prompt has tokens have its last ones.
 
     Values are finite, and keys NaN where they were not; past a prompt's length both are finite. `params`: "rollout" layout.
     """
@@ -130,20 +136,35 @@ def prefill(
     segments = (positions < lengths[:, None]).astype(jnp.int32)
     with jax.named_scope("embed"):
         x = scaled(params.embed[tokens], config.embed_scale)
-    angles = decoder_layer.packed_angles(config, positions, x.dtype)
+    angles = decoder_layer.angles_by_layer(
+        config, lambda rope: decoder_layer.packed_angles(config, positions, x.dtype, rope)
+    )
     keys, values, states = [], [], [x]
     for index, layer in enumerate(params.layers):
-        rotation = decoder_layer.at_layer(config, index, angles)
+        given = angles(index), segments, block
         x, k, v = decoder_layer.packed_layer(
-            layer, config, x, rotation, segments, block, mesh=mesh, for_cache=True
+            layer, config, x, *given, mesh=mesh, for_cache=True, index=index
         )
-        keys.append(jnp.moveaxis(k, 1, 3))
-        values.append(jnp.moveaxis(v, 1, 2))
+        ring = rings[index] if rings else 0
+        keys.append(kv_cache.in_ring(jnp.moveaxis(k, 1, 3), lengths, ring, 3))
+        values.append(kv_cache.in_ring(jnp.moveaxis(v, 1, 2), lengths, ring, 2))
         states.append(x)
 
     normed = final(x, params.final_norm, config, -1)  # XLA removes it unless captured
     features = gathered(captures, [states[capture] for capture in captures], normed, axis=-1)
     return Scratch(tuple(keys), tuple(values), features, normed if captures_states else None)
+
+
+def seen_in_windows(
+    config: ModelConfig, positions: Int[Array, "B N"], ancestors: Bool[Array, "B N N"]
+) -> Callable[[int], tuple[Bool[Array, "B N N"], Int[Array, "B N"] | None]]:
+    """The nodes that each node sees in a layer, by its index, and the first position that it sees; None: all."""
+    apart = positions[:, :, None] - positions[:, None, :]
+    by_window = {
+        window: (ancestors & (apart < window), positions - (window - 1)) if window else (ancestors, None)
+        for window in config.windows or (0,)
+    }  # fmt: skip
+    return lambda index: by_window[config.windows[index] if config.windows else 0]
 
 
 @shaped
@@ -166,17 +187,21 @@ def tree_forward(
     B, N = tokens.shape
     with jax.named_scope("embed"):
         x = scaled(params.embed[tokens.reshape(-1)].T, config.embed_scale)
-    angles = decoder_layer.node_angles(config, positions, x.dtype)
+    angles = decoder_layer.angles_by_layer(
+        config, lambda rope: decoder_layer.node_angles(config, positions, x.dtype, rope)
+    )
+    seen = seen_in_windows(config, positions, ancestors)
     kept, states, normed, arrivals = [], [x], None, None
     norms = [*(layer.attention_norm for layer in params.layers[1:]), params.final_norm]
     for index, (layer, norm, keys, values) in enumerate(
         zip(params.layers, norms, cache.keys, cache.values, strict=True)
     ):
         past = keys, values, lengths, cache.slots_last
-        rotation = decoder_layer.at_layer(config, index, angles)
+        (own, first), rotation = seen(index), angles(index)
         (x, normed), k, v, arrivals = decoder_layer.tree_layer(
-            layer, config, (x, normed), norm, rotation, ancestors, past, fused, arrivals
-        )
+            layer, config, (x, normed), norm, rotation, own, past, fused, arrivals, first,
+            cache.wraps(index),
+        )  # fmt: skip
         kept.append((k, v))
         states.append(x)
 
@@ -187,15 +212,15 @@ def tree_forward(
     with jax.named_scope("head"):
         # On GPUs XLA fuses more into reductions of the last axis.
         if fused is not None and is_gpu(fused.mesh):
-            scores = contract("dt,vd->tv", x, head(params))
+            scores = capped(contract("dt,vd->tv", x, head(params)), config.logit_cap)
             if config.vocab_size < scores.shape[1]:
                 scores = masked(scores, jnp.arange(scores.shape[1]) < config.vocab_size)
         elif isinstance(matrix := for_columns(head(params), B * N), Tiles):
-            scores = ops.project(x.T, matrix, None, -1)
+            scores = capped(ops.project(x.T, matrix, None, -1), config.logit_cap)
             if config.vocab_size < scores.shape[1]:
                 scores = masked(scores, jnp.arange(scores.shape[1]) < config.vocab_size)
         else:
-            scores = contract("vd,dt->vt", matrix, x)
+            scores = capped(contract("vd,dt->vt", matrix, x), config.logit_cap)
             scores = masked(scores, jnp.arange(scores.shape[0])[:, None] < config.vocab_size).T
     features = gathered(captures, [states[capture] for capture in captures], x, axis=0).T.reshape(
         B, N, -1

@@ -90,6 +90,8 @@ def bind_target(
         slots += max(SCRATCH_SLOTS, path)
         return slots if is_cpu(group_mesh) else -(-slots // LANES) * LANES
 
+    rings = tuple(padded_slots(window) if window else 0 for window in config.windows)
+
     def whole(scratch: Scratch) -> Scratch:
         """Features on every device, as the states they are copies of: XLA would shard those too, in every layer."""
         everywhere = NamedSharding(group_mesh, PartitionSpec())
@@ -106,13 +108,14 @@ def bind_target(
     def prefill(params: PyTree, *rest: Any) -> Scratch:
         return whole(
             transformer.prefill(
-                params, config, *rest, captures, captures_states=captures_states, mesh=group_mesh
-            )
+                params, config, *rest, captures, captures_states=captures_states, mesh=group_mesh,
+                rings=rings,
+            )  # fmt: skip
         )
 
     def empty(batch: int, slots: int) -> KVCache:
         return kv_cache.abstract(
-            config, batch, padded_slots(slots), width, dtype, group_mesh, captures_states
+            config, batch, padded_slots(slots), width, dtype, group_mesh, captures_states, rings
         )
 
     return Target(

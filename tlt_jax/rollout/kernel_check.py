@@ -26,7 +26,6 @@ from tlt_jax.models import (
     drafter as drafters,
     eagle,
     kv_cache,
-    layers as ops,
 )
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.drafter import DrafterConfig, DrafterParams
@@ -202,13 +201,13 @@ def ends(shapes: Shapes, given: Numbers, fused: Fused) -> list[Array]:
         x, normed = decoder_layer.finish_nodes(layer, sizes, x, attended, layer.mlp_norm, fused)
         found += [
             x,
-            ops.rms_norm(x, layer.mlp_norm, sizes.rms_eps, 0) if normed is None else normed,
+            decoder_layer.norm(x, layer.mlp_norm, sizes, 0) if normed is None else normed,
         ]
     return found
 
 
 def attention(shapes: Shapes, given: Numbers, fused: Fused) -> list[Array]:
-    """Attention of a tree, in a row of few committed slots and in a full one."""
+    """Attention of a tree, in a row of few committed slots and in a full one; and in a ring, if a layer has a window."""
     found, nodes = [], given.nodes
     i, j = jnp.mgrid[:nodes, :nodes]
     seen = (i == j) | (j == 0) | ((j < i) & (i % 2 == j % 2))
@@ -219,6 +218,11 @@ def attention(shapes: Shapes, given: Numbers, fused: Fused) -> list[Array]:
     for sizes in shapes.layers:
         q, keys, values, k, v = cached(sizes, shapes, given, fused)
         found += tree_attention.attend(q, k, v, seen, keys, values, lengths, False, fused)[:1]
+        if sizes.windows:
+            counts = jnp.array([SLOTS + 7, SLOTS - nodes], jnp.int32)
+            first = jnp.broadcast_to(counts[:, None] - SLOTS // 2, (BATCH, nodes))
+            ring = keys, values, counts, False, fused
+            found += tree_attention.attend(q, k, v, seen, *ring, first=first, wraps=True)[:1]
     return found
 
 
