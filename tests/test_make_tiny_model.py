@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from tlt_jax import make_tiny_model
+from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.models import hf, hf_config
 
 ROWS = [
     {"question": f"How many are {i} and {i + 1} ducks?", "answer": f"{i} + {i + 1} = {2 * i + 1}"}
@@ -26,6 +28,18 @@ def source(tmp_path) -> Path:
 def run(source: Path, out: Path, *more: str) -> int:
     sizes = ["--vocab-size", "300", "--hidden-size", "16", "--layers", "1", "--mlp-size", "32"]
     return make_tiny_model.main(["--data", str(source), "--out", str(out), *sizes, *more])
+
+
+@pytest.mark.parametrize("like", [*make_tiny_model.LIKE, "phi3"])
+def test_a_model_like_others_has_their_type_and_loads(like, source, tmp_path):
+    assert run(source, tmp_path / "a", "--like", like, "--layers", "2") == 0
+    config = hf_config.read_config(tmp_path / "a")
+    assert config.family == like and hf.load(tmp_path / "a", config, make_mesh(1, 1), "float32")
+
+
+def test_another_type_is_refused(source, tmp_path, capsys):
+    assert run(source, tmp_path / "a", "--like", "gpt2") == 2
+    assert "model_type 'gpt2' is not supported: use qwen2" in capsys.readouterr().err
 
 
 def test_the_directory_loads_as_it_was_made(source, tmp_path):

@@ -281,7 +281,10 @@ def test_slots_that_do_not_divide_into_tiles_are_refused():
     given = arguments(Case(1, 7, 1, 128, 1, 200, "bfloat16", (5,)))
     with pytest.raises(ValueError, match="200 cache slots do not divide into tiles of 64"):
         tree_attention.attend_in_kernel(
-            *given, np.zeros((1, 1, 1), np.int32), fused=triton_runs.FUSED, sizes=TreeTiles(16, 64, 128, 4, 3)
+            *given,
+            np.zeros((1, 1, 1), np.int32),
+            fused=triton_runs.FUSED,
+            sizes=TreeTiles(16, 64, 128, 4, 3),
         )
 
 

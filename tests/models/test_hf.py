@@ -238,7 +238,10 @@ def test_defaults_are_those_of_transformers():
         ({"num_experts": 8}, "num_experts 8: mixture of experts"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types chunked_attention"),
         ({"sliding_window": 0}, "sliding_window 0: use a whole number of at least 1"),
-        ({"use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
+        (
+            {"use_sliding_window": True, "layer_types": ["full_attention"]},
+            "layer_types has 1 entries for 2 layers",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
@@ -279,11 +282,19 @@ def test_a_window_is_the_types_own_unless_null_or_another_is_given():
     assert windows("mistral") == windows("mistral", sliding_window=8192) == ()
     assert windows("mistral", sliding_window="absent") == (4096, 4096)
     assert windows("gemma3", sliding_window=512) == (512,) * 5 + (0, 512)
-    assert windows("gemma3", sliding_window=512, sliding_window_pattern=3) == (512, 512, 0) * 2 + (512,)
+    assert windows("gemma3", sliding_window=512, sliding_window_pattern=3) == (512, 512, 0) * 2 + (
+        512,
+    )
     assert windows("qwen2", sliding_window=64) == ()
-    assert windows("qwen2", sliding_window=64, use_sliding_window=True, max_window_layers=1) == (0, 64)
+    assert windows("qwen2", sliding_window=64, use_sliding_window=True, max_window_layers=1) == (
+        0,
+        64,
+    )
     types = ["sliding_attention", "full_attention"]
-    assert windows("qwen2", sliding_window=64, use_sliding_window=True, layer_types=types) == (64, 0)
+    assert windows("qwen2", sliding_window=64, use_sliding_window=True, layer_types=types) == (
+        64,
+        0,
+    )
 
 
 @pytest.mark.parametrize("case", model_cases.CASES)

@@ -28,7 +28,7 @@ from tlt_jax.drafter.recipe import DrafterRecipe
 from tlt_jax.errors import ConfigError
 from tlt_jax.keys import TRAIN_STREAM, sequence_keys
 from tlt_jax.models import architecture, drafter as drafters, params as trees
-from tlt_jax.models.architecture import ModelConfig
+from tlt_jax.models.architecture import ModelConfig, Rope
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.spec_decode.interface import Sampling
@@ -204,11 +204,35 @@ def test_tokens_are_the_same_where_a_cpu_tiles_the_matrices(x64, monkeypatch, dr
     accepted(engine, weights, tiny.NUCLEUS)
 
 
-def accepted(engine: Engine, weights: list, setting: Sampling) -> float:
+# All that a layer may have, but norms of the whole width; prompts and answers are longer than the window and a round.
+UNUSUAL = replace(
+    tiny.MODEL, num_layers=3, qkv_bias=False, qk_norm="head", norms="both", norm_offset=1.0, activation="gelu_tanh",
+    windows=(3, 0, 3), window_rope=Rope(100.0), unrotated=(2,), embed_scale=4.0, residual_scale=0.5, score_scale=2.0,
+    logit_scale=3.0, score_cap=2.0, logit_cap=5.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "drafter, strategies, data, model",
+    [("none", NO, 1, 1), ("eagle3", WIDE, 1, 2), ("ngram", ONE, 2, 1), ("dspark", MANY, 1, 1)],
+)
+def test_they_do_with_windows_caps_and_factors(x64, drafter, strategies, data, model):
+    caches = [20, 25, 32] if drafter == "none" else [32]
+    engine, weights = speculating(
+        drafter, strategies, data, model, policy=UNUSUAL, slots=5, chunk=3, batch_buckets=[1, 5], cache_buckets=caches
+    )  # fmt: skip
+    cache = engine.programs.shapes[0].target.empty(1, 32)
+    assert [keys.shape[3] for keys in cache.keys] == [11, 40, 11]
+    accepted(engine, weights, tiny.NUCLEUS, UNUSUAL)
+
+
+def accepted(
+    engine: Engine, weights: list, setting: Sampling, policy: ModelConfig = tiny.MODEL
+) -> float:
     """Accepted tokens per row and speculating round, after checking the rollout's tokens against the reference."""
     shape = tiny.PROMPTS, tiny.SAMPLES, setting, tiny.LIMIT
     result = tiny.roll_out(engine, weights, *shape, stream=TRAIN_STREAM, step=0)
-    expected, logprobs = tiny.reference(setting)
+    expected, logprobs = tiny.reference(setting, policy)
     assert tiny.answers(result) == expected
     for one, logp in zip(result.completions, logprobs, strict=True):
         np.testing.assert_allclose(one.logprobs, logp, atol=1e-9)

@@ -126,9 +126,11 @@ def answers(result) -> list[tuple[int, list[int], str]]:
 
 
 @cache
-def reference(setting: Sampling) -> tuple[list[tuple[int, list[int], str]], list[list[float]]]:
+def reference(
+    setting: Sampling, policy: ModelConfig = MODEL
+) -> tuple[list[tuple[int, list[int], str]], list[list[float]]]:
     """The rollout by the training forward over each whole prefix, sequence by sequence, in float64."""
-    params = architecture.init(MODEL, meshes.make_mesh(1, 1), jax.random.key(0), "float64")
+    params = architecture.init(policy, meshes.make_mesh(1, 1), jax.random.key(0), "float64")
     keys = jnp.asarray(sequence_keys(0, TRAIN_STREAM, 0, np.arange(len(PROMPTS) * SAMPLES)))
     size = 32
 
@@ -136,9 +138,9 @@ def reference(setting: Sampling) -> tuple[list[tuple[int, list[int], str]], list
     def next_logits(tokens, length):
         segments = (jnp.arange(size) < length).astype(jnp.int32)[None]
         x, _ = transformer.hidden(
-            params, MODEL, tokens[None], jnp.arange(size)[None], segments, compute_dtype="float64"
+            params, policy, tokens[None], jnp.arange(size)[None], segments, compute_dtype="float64"
         )
-        return transformer.logits(params, MODEL, x[0, length - 1])[: MODEL.vocab_size]
+        return transformer.logits(params, policy, x[0, length - 1])[: MODEL.vocab_size]
 
     def logits_of(prefix):
         return next_logits(

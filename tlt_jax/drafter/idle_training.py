@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from tlt_jax.rollout.executables.compilation import Executables
 
 LEAST_IDLE_S = 0.5  # shortest expected idle time in which a group trains
-COMPILING = 0.05  # share of the rest of the run's rollouts that compiling micro-steps of a size may take
+COMPILING = (
+    0.05  # share of the rest of the run's rollouts that compiling micro-steps of a size may take
+)
 EVALUATE_EVERY = 16  # micro-steps between evaluations on held-out windows
 LEAST_TOKENS, MOST_TOKENS = 128, 8192  # limits of the tokens of a micro-step
 MICRO_STEP_S = 0.25  # longest micro-step in seconds: RL work may have to wait for it

@@ -22,7 +22,7 @@ from tlt_jax import keys
 from tlt_jax.data.packing import PackedRows
 from tlt_jax.distributed.mesh import sharding
 from tlt_jax.drafter.recipe import DrafterRecipe
-from tlt_jax.kernels.numerics import contract, masked
+from tlt_jax.kernels.numerics import capped, contract, masked
 from tlt_jax.models import block_drafter, drafter as drafters, eagle, targets
 from tlt_jax.models.drafter import DrafterParams, Shared
 from tlt_jax.shapes import shaped
@@ -343,9 +343,7 @@ class PolicyHead(NamedTuple):
 
         whole = gathered(shared.head.astype(dtype), "vocab")
         part = whole if ids is None else gathered(whole[ids], axis)
-        return cls(
-            whole, part, ids, recipe.model.vocab_size, axis, mesh, recipe.model.logit_cap
-        )
+        return cls(whole, part, ids, recipe.model.vocab_size, axis, mesh, recipe.model.logit_cap)
 
     def logits(self, states: Float[Array, "G *A D"]) -> Float[Array, "G *A V"]:
         """The policy's logits of all tokens, from its states of G data groups; those of padding are the lowest number."""

@@ -33,7 +33,8 @@ def write(
 ) -> tuple[Float[Array, "B K E S"], Float[Array, "B K S E"]]:
     """Keys and values with the nodes path[b] (None: all) of row b at slots starts[b], starts[b] + 1, ..., in place.
 
-    `starts`: one number stands for all rows; with `wraps` the slots are a ring. Values that are NaN or infinite are written as 0.
+    `starts`: one number stands for all rows; with `wraps` the slots are a ring. Values that are NaN or infinite are written
+    as 0.
     For GPUs on which the kernel runs. XLA would copy a cache that may be written before it is read; `after`, which the
     kernel does not read, is a result of all that read it.
     """

@@ -107,7 +107,17 @@ def attend(
         arrivals = jnp.zeros((B, K, sizes.tiles(G * N)), jnp.int32)
     heads, rows = partition(("batch", "kv_heads"), "rollout"), partition(("batch",), "rollout")
     # Every device holds its own heads; XLA would gather the cache for a kernel that it cannot partition.
-    given = q, k, v, ancestors, keys, values, lengths, arrivals, *(() if first is None else (first,))
+    given = (
+        q,
+        k,
+        v,
+        ancestors,
+        keys,
+        values,
+        lengths,
+        arrivals,
+        *(() if first is None else (first,)),
+    )
     specs = heads, heads, heads, rows, heads, heads, rows, heads, rows
     return jax.shard_map(
         partial(attend_in_kernel, fused=fused, sizes=sizes, wraps=wraps),

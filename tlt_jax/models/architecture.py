@@ -61,7 +61,9 @@ class ModelConfig:
     norms: str = "before"  # of what attention and MLP read ("before"), of what they give ("after"), or "both"
     norm_offset: float = 0.0  # added to the weight of each norm
     activation: str = "silu"  # of the MLP's gate: silu | gelu_tanh
-    windows: tuple[int, ...] = ()  # of each layer: a token sees so many, itself included; 0: all. (): all layers see all
+    windows: tuple[
+        int, ...
+    ] = ()  # of each layer: a token sees so many, itself included; 0: all. (): all layers see all
     window_rope: Rope | None = None  # of layers with a window, if they have another one
     unrotated: tuple[int, ...] = ()  # layers without rotary embedding
     embed_scale: float = 1.0  # of embeddings
@@ -206,7 +208,9 @@ def layer_weights(config: ModelConfig, kv_heads: int, kv_axis: str | None) -> La
         return Weight((size,), (axis,), "zeros") if wanted else None
 
     def norm(wanted: bool, size: int = D, axis: str | None = None) -> Weight | None:
-        return Weight((size,), (axis,), "zeros" if config.norm_offset else "ones") if wanted else None
+        return (
+            Weight((size,), (axis,), "zeros" if config.norm_offset else "ones") if wanted else None
+        )
 
     q_size, k_size = {"": (0, 0), "head": (E, E), "width": (HE, KE)}[config.qk_norm]
     is_wide, before = config.qk_norm == "width", config.norms != "after"

@@ -243,7 +243,9 @@ def packed_layer(
     }
     with_window = [*forms].index
     if len(forms) == 1 or isinstance(index, int):
-        attended = forms[(config.windows or (0,))[index if len(forms) > 1 else 0]](q, k, v, segments)
+        attended = forms[(config.windows or (0,))[index if len(forms) > 1 else 0]](
+            q, k, v, segments
+        )
     else:
         which = jnp.array([with_window(window) for window in config.windows])[index]
         attended = jax.lax.switch(which, [*forms.values()], q, k, v, segments)
@@ -384,7 +386,8 @@ def tree_layer(
     """The layer's output, the keys and values of tree nodes, and `arrivals` of the next layer's tree_attention.attend.
 
     `past`: the cached keys and values, the number of committed slots of each sequence, and whether the values have slots
-    on their last axis. `first`, `wraps`: see tree_attention.attend. x and the output: also normed, for this layer and by `next_norm`, where one kernel made both.
+    on their last axis. `first`, `wraps`: see tree_attention.attend. x and the output: also normed, for this layer and by
+    `next_norm`, where one kernel made both.
     """
     q, k, v = attention_heads(layer, config, x, angles, ancestors.shape[0], fused)
     given = *past, fused, arrivals, first, wraps, config.score_cap

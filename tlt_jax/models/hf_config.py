@@ -85,7 +85,9 @@ def write_scales(config: ModelConfig) -> dict[str, Any]:
 def read_unrotated(raw: Raw) -> dict[str, Any]:
     """SmolLM3's layers without rotary embedding."""
     count = raw["num_hidden_layers"]
-    return read_biases(raw) | {"unrotated": tuple(i for i in range(count) if not is_rotated(raw, i))}
+    return read_biases(raw) | {
+        "unrotated": tuple(i for i in range(count) if not is_rotated(raw, i))
+    }
 
 
 def is_rotated(raw: Raw, layer: int) -> bool:
@@ -183,7 +185,12 @@ def write_olmo3(config: ModelConfig) -> dict[str, Any]:
 
 def read_gemma(raw: Raw) -> dict[str, Any]:
     """Gemma 2, and the text model of Gemma 3."""
-    refuse((raw.get("use_bidirectional_attention"), "use_bidirectional_attention true is not supported"))
+    refuse(
+        (
+            raw.get("use_bidirectional_attention"),
+            "use_bidirectional_attention true is not supported",
+        )
+    )
     return read_attention_bias(raw) | {
         "norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh", "embed_scale": math.sqrt(raw["hidden_size"]),
         "score_scale": math.sqrt(raw["head_dim"] / raw["query_pre_attn_scalar"]),
@@ -207,7 +214,12 @@ def write_gemma3(config: ModelConfig) -> dict[str, Any]:
 
 
 NO_PADDING = {"pad_token_id": None}  # transformers would take one that the vocabulary may not have
-QWEN = {"max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+QWEN = {
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 QWEN_WINDOWS = "use_sliding_window", "sliding_window", "max_window_layers", "layer_types"
 BIASES = "attention_bias", "mlp_bias"
 NORMS_AFTER = {
@@ -320,7 +332,11 @@ def from_hf_config(
     raw = family.defaults | {
         name: value for name, value in raw.items() if value is not None or name in NULL
     }
-    heads, width, positions = raw["num_attention_heads"], raw["hidden_size"], raw["max_position_embeddings"]
+    heads, width, positions = (
+        raw["num_attention_heads"],
+        raw["hidden_size"],
+        raw["max_position_embeddings"],
+    )
     windows = read_windows(raw, family)
     eos = raw.get("eos_token_id"), (generation or {}).get("eos_token_id"), list(tokenizer_eos)
     lists = [one if isinstance(one, list) else [one] for one in eos]
@@ -363,7 +379,9 @@ def refuse(*rules: tuple[Any, str]) -> None:
 def refuse_unsupported(raw: Mapping[str, Any]) -> None:
     """Raises ModelError for a feature that this code does not compute."""
     kind = raw.get("model_type")
-    refuse((kind not in FAMILIES, f"model_type {kind!r} is not supported: use {', '.join(FAMILIES)}"))
+    refuse(
+        (kind not in FAMILIES, f"model_type {kind!r} is not supported: use {', '.join(FAMILIES)}")
+    )
     name, only = FAMILIES[kind].activation
     act = raw.get(name) or only
     names = "num_experts", "num_local_experts", "n_routed_experts"
@@ -387,7 +405,12 @@ def check_numbers(raw: Mapping[str, Any]) -> None:
         size = raw.get(name)
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ModelError(f"{name} {size!r}: use a whole number of at least 1")
-    numbers = "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", *SCALES.values()
+    numbers = (
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        *SCALES.values(),
+    )
     for name in ("rms_norm_eps", "rope_theta", "initializer_range", *numbers):
         value = raw.get(name)
         if value is not None and (
@@ -403,7 +426,9 @@ def read_ropes(
     if family.local_theta is None:
         return {"rope": read_rope(raw, max_positions)}
     given = raw.get("rope_parameters") or {}
-    nested = {name: given[name] for name in ("full_attention", "sliding_attention") if given.get(name)}
+    nested = {
+        name: given[name] for name in ("full_attention", "sliding_attention") if given.get(name)
+    }
     usual = nested.get("full_attention", {} if nested else given)
     rope = read_rope({**raw, "rope_parameters": usual}, max_positions)
     local = nested.get("sliding_attention") or {

@@ -125,7 +125,12 @@ def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
         most = min(raw["sliding_window"], raw.get("max_position_embeddings", raw["sliding_window"]))
         sizes |= {"layer_types": None, "use_sliding_window": None, "max_position_embeddings": most}
     has_window = "sliding_attention" in (sizes.get("layer_types") or ())
-    refuse((has_window, "layer_types sliding_attention: not supported for a drafter without sliding_window"))
+    refuse(
+        (
+            has_window,
+            "layer_types sliding_attention: not supported for a drafter without sliding_window",
+        )
+    )
     layers = replace(from_hf_config(sizes), tied=False, eos_ids=())
     config = DrafterConfig(
         kind, layers, policy.num_layers, **{"draft_vocab_size": layers.vocab_size} | own

@@ -117,7 +117,8 @@ def abstract(
     return KVCache(
         keys=tuple(describe("keys", batch, K, E, size) for size in sizes),
         values=tuple(
-            describe("values", batch, K, *((E, size) if slots_last else (size, E))) for size in sizes
+            describe("values", batch, K, *((E, size) if slots_last else (size, E)))
+            for size in sizes
         ),
         features=describe("features", batch, slots, features),
         states=describe("states", batch, slots, config.hidden_size) if captures_states else None,

@@ -108,7 +108,12 @@ def bind_target(
     def prefill(params: PyTree, *rest: Any) -> Scratch:
         return whole(
             transformer.prefill(
-                params, config, *rest, captures, captures_states=captures_states, mesh=group_mesh,
+                params,
+                config,
+                *rest,
+                captures,
+                captures_states=captures_states,
+                mesh=group_mesh,
                 rings=rings,
             )  # fmt: skip
         )
