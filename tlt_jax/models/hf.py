@@ -175,7 +175,7 @@ def read_tree(
         def part(index: tuple[slice, ...]) -> np.ndarray:
             if name in known:
                 return known[name][index].astype(spec.dtype)
-            slices = [Rows.of(stored, tensor, name) for tensor in parts[name]]
+            slices = [StoredRows.of(stored, tensor, name) for tensor in parts[name]]
             if parts[name][0].layer is None:
                 return read(slices[0], index, spec.shape, spec.dtype)
             chosen = slices[index[0]]
@@ -186,7 +186,7 @@ def read_tree(
     return jax.tree_util.tree_map_with_path(one, target)
 
 
-class Rows(NamedTuple):
+class StoredRows(NamedTuple):
     """The rows of a leaf in a stored tensor that has several leaves, one below the other."""
 
     stored: Any
