@@ -62,7 +62,7 @@ def export(config: Config, run: Path, out: Path, step: str = "last", dtype: str 
     Raises ConfigError or CheckpointError when no such checkpoint exists.
     """
     from tlt_jax.data import dataset as datasets, prompt_format
-    from tlt_jax.models import hf
+    from tlt_jax.models import from_config, hf
     from tlt_jax.train import run_state, setup
 
     model, mesh = run_state.sizes(config)
@@ -70,7 +70,7 @@ def export(config: Config, run: Path, out: Path, step: str = "last", dtype: str 
     tokenizer = datasets.tokenizer(config)
     hf.save(
         params, model, out, mesh, tokenizer, dtype or config.model.param_dtype,
-        files=prompt_format.files(config) | setup.lineage_file(run),
+        files=prompt_format.files(config) | setup.lineage_file(run), source=from_config.source_directory(config),
     )  # fmt: skip
     return chosen
 

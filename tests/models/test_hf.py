@@ -303,6 +303,58 @@ def test_a_written_configuration_is_that_which_was_read(case):
     assert hf_config.from_hf_config(hf_config.to_hf_config(config, "float32")) == config
 
 
+@pytest.mark.parametrize("prefix", hf.TEXT)
+def test_the_text_part_of_a_model_that_reads_images_is_read_and_the_rest_kept(
+    prefix, mesh, tmp_path
+):
+    """Names with either prefix; config.json may leave out what all such models have."""
+    alone = model_cases.write("gemma3", tmp_path / "alone")
+    raw = {**model_cases.raw_config("gemma3")}
+    whole = {
+        "model_type": "gemma3",
+        "eos_token_id": raw.pop("eos_token_id"),
+        "text_config": raw,
+        "image_token_index": 7,
+    }
+    text = {
+        name.replace("model.", prefix, 1): array
+        for name, array in model_cases.arrays("gemma3").items()
+    }
+    images = {
+        "vision_tower.patch.weight": np.arange(6, dtype=np.float16).reshape(2, 3),
+        "multi_modal_projector.norm.weight": np.ones(4, "float32"),
+    }
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(whole))
+    (source / "preprocessor_config.json").write_text("{}")
+    save_file(text | images, source / "model.safetensors")
+
+    config = hf_config.read_config(source)
+    assert config == hf_config.read_config(alone)
+    params = hf.load(source, config, mesh, "float32")
+    for one, other in zip(
+        jax.tree.leaves(params),
+        jax.tree.leaves(hf.load(alone, config, mesh, "float32")),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other)
+    out = tmp_path / "out"
+    doubled = jax.tree.map(lambda leaf: 2 * leaf, params)
+    hf.save(doubled, config, out, mesh, None, "float32", shard_bytes=9000, source=source)
+    assert json.loads((out / "config.json").read_text()) == whole | {"torch_dtype": "float32"}
+    assert (out / "preprocessor_config.json").is_file()
+    written = {}
+    for path in sorted(out.glob("*.safetensors")):
+        written |= load_file(path)
+    assert written.keys() == text.keys() | images.keys() and len(sorted(out.glob("model-*"))) > 2
+    for name, array in images.items():
+        assert written[name].dtype == array.dtype and written[name].tobytes() == array.tobytes()
+    for name, array in text.items():
+        np.testing.assert_array_equal(written[name], 2 * array)
+    assert hf_config.read_config(out) == config and hf.load(out, config, mesh, "float32")
+
+
 def test_sizes_in_model_init_must_be_those_of_the_model(tmp_path):
     raw = model_cases.raw_config("qwen2")
     (tmp_path / "config.json").write_text(json.dumps(raw))

@@ -77,3 +77,46 @@ def test_transformers_loads_what_we_write(case, tmp_path):
     with torch.no_grad():
         logits = model(torch.tensor(model_cases.TOKENS)).logits.numpy()
     np.testing.assert_allclose(logits, np.load(model_cases.GOLDENS)[case], rtol=0, atol=1e-4)
+
+
+def test_gemma_3_with_images_is_read_and_written_as_transformers_does(tmp_path):
+    import torch
+    from transformers import AutoModelForImageTextToText, Gemma3Config
+
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    vision = {"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4} | sizes
+    named = {"image_token_index": 36, "boi_token_index": 35, "eoi_token_index": 34}
+    config = Gemma3Config(
+        text_config=model_cases.raw_config("gemma3"),
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        **named,
+    )
+    torch.manual_seed(0)
+    theirs = AutoModelForImageTextToText.from_config(config).eval()
+    theirs.save_pretrained(tmp_path / "source")
+
+    mesh, ids = meshes.make_mesh(1, 1), jnp.asarray(model_cases.TOKENS % 30, jnp.int32)
+    ours = hf_config.read_config(tmp_path / "source")
+    params = hf.load(tmp_path / "source", ours, mesh, "float32")
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    x, _ = transformer.hidden(
+        params, ours, ids, positions, jnp.ones_like(ids), compute_dtype="float32"
+    )
+    logits = transformer.logits(params, ours, x)[..., : ours.vocab_size]
+    with torch.no_grad():
+        expected = theirs(torch.tensor(np.asarray(ids)).long()).logits.numpy()
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+
+    hf.save(params, ours, tmp_path / "out", mesh, None, "float32", source=tmp_path / "source")
+    again, info = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for (name, one), other in zip(theirs.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other), name

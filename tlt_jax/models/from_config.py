@@ -101,6 +101,11 @@ def load_base(config: Config, model: ModelConfig, mesh: Mesh, dtype: str) -> Par
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
+def source_directory(config: Config) -> Path | None:
+    """Where the policy's weights were read; None for a new model."""
+    return policy_directory(config) if config.model.path else None
+
+
 def start_adapters(config: Config, found: Lora, model: ModelConfig, mesh: Mesh) -> Adapters:
     """The adapters that a run with model.lora starts from: those of model.path, or new ones drawn from train.seed.
 

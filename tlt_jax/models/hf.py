@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from collections import deque
@@ -24,7 +25,14 @@ from tlt_jax import atomic
 from tlt_jax.config.parse import HUB_ID
 from tlt_jax.errors import ModelError
 from tlt_jax.models.architecture import Layer, ModelConfig, Params, abstract, weights
-from tlt_jax.models.hf_config import FAMILIES, Family, eos_entry, read_json, to_hf_config
+from tlt_jax.models.hf_config import (
+    FAMILIES,
+    Family,
+    eos_entry,
+    read_json,
+    reads_images,
+    to_hf_config,
+)
 from tlt_jax.models.low_rank import merged
 
 TOP = {
@@ -53,6 +61,7 @@ IN_LAYER = {
     "down_bias": "mlp.down_proj.bias",
 }
 LLAMA = FAMILIES["llama"]
+log = logging.getLogger(__name__)
 PyTree = Any
 
 DERIVED = re.compile(r".*rotary_emb\.inv_freq")  # in some old files; the config determines it
@@ -66,6 +75,14 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+
+
+# Of a model that also reads images: what stands before the names of the tensors of its text part, and its head.
+TEXT = {
+    "language_model.model.": "language_model.lm_head.weight",
+    "model.language_model.": TOP["head"],
+}
+IMAGE_FILES = "preprocessor_config.json", "processor_config.json"
 
 
 class Tensor(NamedTuple):
@@ -150,8 +167,23 @@ def load(directory: str | Path, config: ModelConfig, mesh: Mesh, dtype: DTypeLik
     directory, wanted = Path(directory), [*tensors(config)]
     with ExitStack() as stack:
         stored = open_tensors(directory, stack)
+        if theirs := text_names(stored):
+            stored = {ours: stored[name] for ours, name in theirs.items()}
         check_tensors(directory, wanted, stored, {TOP["head"]} if config.tied else set())
         return read_tree(abstract(config, mesh, "train", dtype), wanted, stored)
+
+
+def text_names(stored: Collection[str]) -> dict[str, str]:
+    """Our names of the tensors of the text part of a model that also reads images -> theirs; {} for another model."""
+    for prefix, head in TEXT.items():
+        if prefix + "embed_tokens.weight" in stored:
+            found = {
+                "model." + name.removeprefix(prefix): name
+                for name in stored
+                if name.startswith(prefix)
+            }
+            return found | ({TOP["head"]: head} if head in stored else {})
+    return {}
 
 
 def read_tree(
@@ -304,21 +336,27 @@ def save(
     dtype: DTypeLike,
     shard_bytes: int = SHARD_BYTES,
     files: Mapping[str, Any] = {},
+    source: Path | None = None,
 ) -> None:
     """Writes a directory that transformers loads: weights in this dtype, configs, tokenizer files.
 
     `tokenizer`: a directory to copy the files from, an object with save_pretrained, or None. `files`: JSON
-    files to add, content by name. Adapters are merged. Only one tensor at a time is on the host. Every process takes
-    part; process 0 writes.
+    files to add, content by name. `source`: the directory that the policy was read from: where that is a model that also
+    reads images, so is what is written, and the rest of it is a copy. Adapters are merged. Only one tensor at a time is on
+    the host. Every process takes part; process 0 writes.
     """
     directory, dtype = Path(directory), jnp.dtype(dtype)
     writes = jax.process_index() == 0
+    whole = (read_json(source / "config.json") if source else None) or {}
+    whole = whole if reads_images(whole) else {}
     if writes:
         directory.mkdir(parents=True, exist_ok=True)
         for stale in [*directory.glob("model*.safetensors"), directory / INDEX]:
             stale.unlink(missing_ok=True)
         configs = {
-            "config.json": to_hf_config(config, dtype),
+            "config.json": whole | {"torch_dtype": str(dtype)}
+            if whole
+            else to_hf_config(config, dtype),
             "generation_config.json": eos_entry(config),
         }
         for name, value in (configs | {**files}).items():
@@ -330,7 +368,14 @@ def save(
         elif tokenizer is not None:
             tokenizer.save_pretrained(directory)
 
+        for name in IMAGE_FILES if whole else ():
+            if (source / name).is_file():
+                shutil.copyfile(source / name, directory / name)
+
     shards = plan_shards(config, dtype.itemsize, shard_bytes)
+    if whole:
+        save_with_images(params, directory, mesh, dtype, shards, source)
+        return
     weight_map, total = {}, 0
     for number, shard in enumerate(shards, start=1):
         name = (
@@ -346,6 +391,42 @@ def save(
         write_json(directory / INDEX, index)
 
 
+def save_with_images(
+    params: Params,
+    directory: Path,
+    mesh: Mesh,
+    dtype: np.dtype,
+    shards: list[list[Tensor]],
+    source: Path,
+) -> None:
+    """The weights of a model that also reads images: its text part is the policy, the rest is copied from `source`.
+
+    Names of tensors are those of `source`.
+    """
+    kinds = {text: name for name, text in SAFETENSORS_DTYPES.items()}
+    with ExitStack() as stack:
+        stored = open_tensors(source, stack)
+        theirs = text_names(stored)
+        others = [
+            Tensor(name, tuple(one.get_shape()), "", None, kinds[one.get_dtype()])
+            for name, one in stored.items()
+            if name not in theirs.values()
+        ]
+        named = [[one._replace(name=theirs[one.name]) for one in shard] for shard in shards]
+        count, weight_map, total = len(shards) + 1, {}, 0
+        for number, shard in enumerate([*named, others], start=1):
+            name = f"model-{number:05d}-of-{count:05d}.safetensors"
+            if number < count:
+                arrays = (host_copy(params, tensor, mesh, dtype) for tensor in shard)
+            else:
+                arrays = (stored[tensor.name][:] for tensor in shard)
+            total += write_shard(directory / name, shard, dtype, arrays)
+            weight_map |= {tensor.name: name for tensor in shard}
+    if jax.process_index() == 0:
+        log.info("%d tensors that are not of the text part are those of %s", len(others), source)
+        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
 def save_whole(
     params: Params,
     config: ModelConfig,
@@ -355,12 +436,13 @@ def save_whole(
     dtype: DTypeLike = "float32",
     made_from: Mapping[str, Any] | None = None,
     files: Mapping[str, Any] = {},
+    source: Path | None = None,
 ) -> None:
     """`save`, atomically: the directory exists whole or not at all. It records what it is `made_from`."""
     is_owner = jax.process_index() == 0
 
     def write(at: Path) -> None:
-        save(params, config, at, mesh, tokenizer, dtype, files=files)
+        save(params, config, at, mesh, tokenizer, dtype, files=files, source=source)
 
     atomic.write_directory(directory, write, is_owner, made_from)
 

@@ -299,6 +299,10 @@ FAMILIES = {
         activation=GELU, renamed=NORMS_BOTH,
     ),
 }  # fmt: skip
+# Models of images and text -> the entries of their text part, which text_config may lack.
+WITH_IMAGES = {
+    "gemma3": {"model_type": "gemma3_text", "vocab_size": 262208, "num_attention_heads": 8}
+}
 REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -322,7 +326,11 @@ def from_hf_config(
     generation: Mapping[str, Any] | None = None,
     tokenizer_eos: Iterable[int] = (),
 ) -> ModelConfig:
-    """The ModelConfig of a config.json; EOS: all ids that config.json, generation_config.json and the tokenizer name."""
+    """The ModelConfig of a config.json; EOS: all ids that config.json, generation_config.json and the tokenizer name.
+
+    Of a model that reads images too, it is that of its text part.
+    """
+    raw = text_part(raw)
     refuse_unsupported(raw)
     missing = [name for name in REQUIRED if raw.get(name) is None]
     if missing:
@@ -367,6 +375,20 @@ def from_hf_config(
         )
     except ValueError as error:
         raise ModelError(f"config.json: {error}") from error
+
+
+def reads_images(raw: Raw) -> bool:
+    """Whether a config.json is that of a model of images and text."""
+    return raw.get("model_type") in WITH_IMAGES
+
+
+def text_part(raw: Raw) -> Raw:
+    """The entries of the text part of a model that also reads images; of another model all."""
+    if not reads_images(raw):
+        return raw
+    own = {name: raw[name] for name in ("eos_token_id",) if raw.get(name) is not None}
+    text = {**WITH_IMAGES[raw["model_type"]], **(raw.get("text_config") or {})}
+    return text | own | {"model_type": WITH_IMAGES[raw["model_type"]]["model_type"]}
 
 
 def refuse(*rules: tuple[Any, str]) -> None:
@@ -581,7 +603,7 @@ def read_config(
         raise ModelError(
             f"{directory} has no config.json: give the directory of a Hugging Face model"
         )
-    generation = read_json(directory / "generation_config.json")
+    raw, generation = text_part(raw), read_json(directory / "generation_config.json")
     config = from_hf_config(raw, generation, tokenizer_eos)
     for name, value in (claimed or {}).items():
         if from_hf_config(raw | {name: value}, generation, tokenizer_eos) != config:

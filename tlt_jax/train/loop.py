@@ -18,7 +18,7 @@ from tlt_jax.distributed.watch import Watch
 from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import NoWriter, Writer
 from tlt_jax.metrics.run import open_run
-from tlt_jax.models import hf
+from tlt_jax.models import from_config, hf
 from tlt_jax.rewards import Scorer
 from tlt_jax.train import health, run_state, setup as setups, startup
 from tlt_jax.train.setup import frozen
@@ -149,4 +149,5 @@ def export(trainer: Trainer) -> None:
         config.model.param_dtype,
         run_folder.of_step(state.step),
         prompt_format.files(config) | setups.lineage_file(Path(config.run)),
+        from_config.source_directory(config),
     )

@@ -172,6 +172,7 @@ def main() -> int:
         hf.save(
             params, setup.model, Path(out), setup.mesh, tokenizer, config.model.param_dtype,
             files=prompt_format.files(config) | {shelf.LINEAGE: {"bases": setups.bases_of(setup)}},
+            source=from_config.source_directory(config),
         )  # fmt: skip
     return 0
 
