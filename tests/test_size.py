@@ -15,11 +15,11 @@ from tlt_jax.config.schema import Config
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
 MOST = {
-    "lines of the package": 38_400,
+    "lines of the package": 38_450,
     "modules of the package": 190,
-    "lines of tests": 34_800,
+    "lines of tests": 34_850,
     "lines of benchmarks": 2_960,
-    "words of pages": 28_900,
+    "words of pages": 29_200,
     "knobs": 111,
 }
 
