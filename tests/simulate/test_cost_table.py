@@ -153,6 +153,13 @@ def test_a_round_is_its_bytes_its_flop_its_kernels_and_its_sums_over_devices():
     assert found == pytest.approx((moved + flop) / 2 + kernels + sums)
 
 
+def test_a_round_reads_what_windows_hold():
+    windowed = replace(MODEL, num_layers=4, windows=(512, 512, 512, 0))
+    sizes = Sizes.of(windowed)
+    assert [sizes.seen(held) for held in (100, 512, 4608)] == [100, 512, (3 * 512 + 4608) / 4]
+    assert Sizes.of(replace(windowed, windows=())).seen(4608) == 4608
+
+
 def test_estimates_of_the_measured_rounds_differ_from_them_by_one_factor():
     """Of 13 rounds of an H200, plain and with trees, of 1 to 128 rows: within 12 % once scaled, and the factor is near 1."""
     table = cost_table.read(SHIPPED)

@@ -295,11 +295,12 @@ def angles_by_layer(
 
     found = {rope: rotation(rope) for rope in dict.fromkeys(config.ropes)}
     which, kinds = [[*found].index(rope) for rope in config.ropes], [*found.values()]
+    # Made here, so that a scan over the layers does not make them in each.
+    cos, sin = map(jnp.stack, zip(*kinds, strict=True)) if len(kinds) > 1 else kinds[0]
 
     def at(index: int | Array) -> Angles:
         if len(kinds) == 1 or isinstance(index, int):
             return kinds[which[index] if len(kinds) > 1 else 0]
-        cos, sin = (jnp.stack(part) for part in zip(*kinds, strict=True))
         return cos[jnp.array(which)[index]], sin[jnp.array(which)[index]]
 
     return at

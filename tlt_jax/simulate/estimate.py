@@ -64,7 +64,10 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of a policy and its drafter: weights that a round and a draft level read, layers, numbers of a cached token."""
+    """Numbers of a policy and its drafter: weights that a round and a draft level read, layers, numbers of a cached token.
+
+    `windowed`: layers of which a token sees the last `window` tokens alone.
+    """
 
     read: int
     layers: int
@@ -72,6 +75,8 @@ class Sizes:
     level: int = 0
     width: int = 0
     one_pass: OnePass | None = None
+    windowed: int = 0
+    window: int = 0
 
     @classmethod
     def parsed(cls, text: str) -> Sizes:
@@ -91,9 +96,16 @@ class Sizes:
         level //= block[0] if block else 1
         cached = 2 * model.num_layers * model.num_kv_heads * model.head_dim
         attended = 2 * model.num_layers * model.num_heads * model.head_dim
+        windows = [window for window in model.windows if window]
         return cls(
-            read, model.num_layers, cached, level, attended, OnePass(*block) if block else None
-        )
+            read, model.num_layers, cached, level, attended, OnePass(*block) if block else None,
+            len(windows), max(windows, default=0),
+        )  # fmt: skip
+
+    def seen(self, held: float) -> float:
+        """Of `held` tokens those that a token sees, on average over the layers."""
+        less = max(held - self.window, 0) * self.windowed / self.layers
+        return held - less
 
 
 def count(weights: object) -> int:
@@ -112,6 +124,7 @@ class Estimate:
     def round_seconds(self, batch: int, strategy: Strategy, held: float) -> float:
         """A round of `batch` rows that hold `held` tokens on average."""
         sizes, device = self.sizes, self.device
+        held = sizes.seen(held)
         levels, nodes = strategy.drafted_levels, strategy.topk
         if levels and sizes.one_pass:
             levels, nodes = sizes.one_pass
