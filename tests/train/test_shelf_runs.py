@@ -17,8 +17,11 @@ from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.distributed.job import Job
 from tlt_jax.drafter import __main__ as drafters_command
+from tlt_jax.drafter.investment import Investment
 from tlt_jax.inference import engine
 from tlt_jax.models import from_config, hf_drafter, shelf
+from tlt_jax.rollout import learned_drafter
+from tlt_jax.rollout.engine import Engine
 from tlt_jax.train import drafter as drafter_command, loop, setup as setups
 from tlt_jax.train.setup import Setup
 
@@ -89,6 +92,34 @@ def test_the_next_run_drafts_with_it_from_its_first_step_and_has_the_same_tokens
     for name in names:
         ours, theirs = (run_folder.drafter_export(one) / name for one in (again, config))
         assert ours.read_bytes() == theirs.read_bytes()
+
+
+@pytest.mark.parametrize("pays", [False, True])
+def test_on_a_cpu_under_share_auto_it_is_used_once_the_first_rollout_says_that_it_pays(
+    first, configure, tmp_path, knobs, capsys, monkeypatch, pays
+):
+    uses, publish, asked = [], Engine.publish, []
+
+    def spying(self, *given):
+        uses.append(self.drafter is not None)
+        return publish(self, *given)
+
+    def payback(engine, tuner, depths):
+        asked.append([*depths])
+        return 9.0, 1.0 if pays else 10.0
+
+    monkeypatch.setattr(Engine, "publish", spying)
+    monkeypatch.setattr(learned_drafter, "payback", payback)
+    monkeypatch.setattr(Investment, "earned", lambda self, *given: self)  # nothing learns
+    shutil.copytree(first.drafter_training.shelf, tmp_path / "shelf")
+    own = {"drafter_training.shelf": str(tmp_path / "shelf"), "drafter_training.share": "auto"}
+    config = configure(tmp_path / "run", knobs | own)
+    assert loop.train(config) == cli.DONE
+    assert_same_bits(config, first)
+    assert uses == [False, *[pays] * STEPS]
+    known = [*hf_drafter.read_acceptance(entry_of(first))]
+    assert asked == [known] * (1 if pays else STEPS)
+    assert ("the drafter drafts from here on" in capsys.readouterr().out) == pays
 
 
 def test_a_run_of_the_policy_that_was_trained_takes_it_too(first, knobs, configure, tmp_path):

@@ -94,6 +94,7 @@ class EngineBase:
             deep = ", ".join(name(arm) for arm in arms if arm not in self.arms)
             log.warning("%s: deeper than the drafter drafts in a round, so left out", deep)
         one_pass = cost_model.OnePass(*block) if block else None
+        self.is_cpu = is_cpu
         self.tuner = make.make_tuner(speculation, self.arms, is_cpu, one_pass)
         self.cost_table = None
         if config.rollout.deterministic:

@@ -136,9 +136,9 @@ class SimulatedLearning(DrafterLearning):
         start: SimulatedDrafter,
         acceptances: Acceptances,
     ):
-        super().__init__(config, engine, steps, has_start=start.step > 0)
         self.start, self.acceptances = start, acceptances
         self.depth = max((arm.depth for arm in engine.arms), default=1)
+        super().__init__(config, engine, steps, self.levels(start) if start.step else None)
         engine.programs.kinds[MicroStep] = self.micro_step
 
     def copies_and_replays(self) -> tuple[SimulatedCopies, dict[int, SimpleNamespace]]:

@@ -34,7 +34,7 @@ from tlt_jax.simulate.report import Step
 from tlt_jax.simulate.simulator import SimulatedPrograms, VirtualClock
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.interface import DecodingParams
-from tlt_jax.spec_decode.strategy import DRAFTERS, LEARNED, PLAIN, Strategy
+from tlt_jax.spec_decode.strategy import DRAFTERS, PLAIN, Strategy
 from tlt_jax.train import adaptive
 from tlt_jax.train.adaptive import Learned
 from tlt_jax.train.run_state import RunState
@@ -172,8 +172,7 @@ class SimulatedTrainer(Trainer):
         tuner, learning = engine.tuner.init(), None
         if drafter == ADAPTIVE:
             learning = SimulatedLearning(config, engine, world.steps, start, world.acceptances)
-            if begins:  # a drafter's directory records its acceptance
-                tuner = engine.tuner.update_prior(tuner, {LEARNED: learning.levels(start)})
+            tuner = learning.started(tuner)
         policy = SimpleNamespace(params=None)
         self.state = RunState(0, policy, start if begins else None, tuner, Investment())
         if learning:

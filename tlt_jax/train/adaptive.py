@@ -132,12 +132,19 @@ class DrafterLearning:
     """Trains the drafter of speculation.drafter `adaptive`, and decides when the rollout starts to draft with it.
 
     `idle` trains it on data groups that have nothing left to decode, `in_update` from the packed rows of the policy's
-    update (None with drafter_training.share 0). `steps`: RL steps of the run. `has_start`: whether the drafter starts from
-    another one.
+    update (None with drafter_training.share 0). `steps`: RL steps of the run. `start_depths`: acceptance by depth of the one
+    that the drafter starts from; None: it is new.
     """
 
-    def __init__(self, config: Config, engine: Engine, steps: int, has_start: bool = False):
-        self.config, self.engine, self.steps, self.has_start = config, engine, steps, has_start
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        steps: int,
+        start_depths: Sequence[float] | None = None,
+    ):
+        self.config, self.engine, self.steps = config, engine, steps
+        self.start_depths = start_depths
         self.recipe = idle_recipe(config, engine.model_config, engine.learned, engine.mesh)
         self.idle = IdleTraining(
             *self.copies_and_replays(),
@@ -155,6 +162,28 @@ class DrafterLearning:
             self.in_update = StepTraining(
                 self.recipe, share, engine.programs.compile_costs.of, engine.job.told
             )
+
+    @property
+    def has_start(self) -> bool:
+        """Whether the drafter starts from another one."""
+        return self.start_depths is not None
+
+    @property
+    def begins_plain(self) -> bool:
+        """Whether a drafter to start with is used only once the first rollout's seconds say that this pays.
+
+        With drafter_training.share auto, where the processors that decode also compile: programs with features take up to
+        twice as long to compile. Elsewhere it is used at once.
+        """
+        engine, share = self.engine, self.config.drafter_training.share
+        decides = share == AUTO and not (engine.cost_table or engine.tuner.has_fixed_policy)
+        return self.has_start and decides and engine.is_cpu
+
+    def started(self, tuner: TunerState) -> TunerState:
+        """The tuner's state at the start of a run."""
+        if not self.has_start or self.begins_plain:
+            return tuner
+        return self.engine.tuner.update_prior(tuner, {LEARNED: self.start_depths})
 
     def copies_and_replays(self) -> tuple[Copies, dict[int, Replay]]:
         """What the engine's local groups train on."""
@@ -195,7 +224,8 @@ class DrafterLearning:
 
     def needs_all_answers(self, state: RunState) -> bool:
         """Whether a drafter may be created after this rollout, whose draft vocabulary is counted in all answers."""
-        return not self.idle.is_active and is_untrained(state.drafter)
+        is_new = is_untrained(state.drafter) and not self.has_start
+        return is_new and not self.idle.is_active
 
     def merge(self, state: RunState, tuner: TunerState, rollout: RolloutResult) -> Learned:
         """The drafter after a rollout in which idle groups trained; they may learn more from what was harvested.
@@ -260,6 +290,8 @@ class DrafterLearning:
         of a drafter that learns in the update once drafting with it pays.
         """
         engine = self.engine
+        if self.begins_plain and not self.idle.pays_off:
+            depths = depths or self.start_depths
         if not depths:
             return engine.tuner.update_prior(tuner), ""
         measured = engine.tuner.update_prior(tuner, {LEARNED: depths})

@@ -114,12 +114,20 @@ def make_run(setup: Setup) -> TrainingRun:
     stops = datasets.stop_rules(config, setup.tokenizer)
     captures_states = is_adaptive and not config.rollout.deterministic
     engine = Engine(config, model, mesh, stops, drafter, captures_states, setup.job, recipe.lora)
-    has_start = drafter_params is not None
-    learning = DrafterLearning(config, engine, steps, has_start) if is_adaptive else None
+    depths = None if drafter_params is None else start_depths(config)
+    learning = DrafterLearning(config, engine, steps, depths) if is_adaptive else None
     memory.preflight(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
     return TrainingRun(
         **vars(setup), steps=steps, recipe=recipe, engine=engine, drafter=learning, drafter_params=drafter_params
     )  # fmt: skip
+
+
+def start_depths(config: Config) -> Sequence[float]:
+    """Acceptance by depth that the drafter's directory records; without a record it is only known to be trained.
+
+    Raises ModelError for a record that cannot be read.
+    """
+    return from_config.drafter_acceptance(config) or GUESS
 
 
 def update_programs(run: TrainingRun) -> UpdatePrograms:
@@ -152,7 +160,9 @@ def begin_rollout(run: TrainingRun, state: RunState | None = None) -> None:
     if not compiles_early(engine):
         return
     if state is None:
-        if run.drafter_params is not None or (run.drafter and engine.tuner.has_fixed_policy):
+        begins_plain = run.drafter.begins_plain if run.drafter else False
+        has_start = run.drafter_params is not None and not begins_plain
+        if has_start or (run.drafter and engine.tuner.has_fixed_policy):
             return
         if run.drafter:
             engine.use_learned(False)
@@ -212,7 +222,6 @@ def new_state(
     """
     config, model, mesh, tuner = run.config, run.model, run.mesh, run.engine.tuner
     start, lora, sft_steps = run.drafter_params, run.recipe.lora, run.config.sft.steps
-    acceptance = from_config.drafter_acceptance(config)
     setups.keep_start(run, run.engine.learned, start if run.drafter else None)
     if lora and sft_steps and from_config.adapter_directory(config):
         raise ConfigError(
@@ -231,8 +240,9 @@ def new_state(
     state = RunState(0, trained, None, tuner.init())
     if run.drafter and (start is not None or tuner.has_fixed_policy):
         state = state.replace(drafter=adaptive.create(config, run.drafter.recipe, start))
-    if start is not None:
-        # Without a record the tuner knows only that the drafter was trained.
-        known = {LEARNED: acceptance or GUESS}
+    if run.drafter:
+        state = state.replace(tuner=run.drafter.started(state.tuner))
+    elif start is not None:
+        known = {LEARNED: start_depths(config)}
         state = state.replace(tuner=tuner.update_prior(state.tuner, known))
     return state, policy
