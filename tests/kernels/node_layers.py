@@ -29,7 +29,7 @@ POLICIES = {
         qkv_bias=True, o_bias=True, mlp_bias=True, **SIZES,
     ),
     "head norms": ModelConfig(
-        hidden_size=160, num_heads=2, num_kv_heads=1, head_dim=128, mlp_dim=288, qk_norm=True, **SIZES
+        hidden_size=160, num_heads=2, num_kv_heads=1, head_dim=128, mlp_dim=288, qk_norm="head", **SIZES
     ),
     "split": ModelConfig(
         hidden_size=64, num_heads=3, num_kv_heads=1, head_dim=64, mlp_dim=1600, **SIZES

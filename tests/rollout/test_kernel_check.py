@@ -31,7 +31,7 @@ SMALL = {
     "mlp_dim": 96,
 }
 POLICY = ModelConfig(num_heads=3, num_kv_heads=1, head_dim=32, qkv_bias=True, **SMALL)
-NORMED = ModelConfig(num_heads=4, num_kv_heads=2, head_dim=16, qk_norm=True, **SMALL)
+NORMED = ModelConfig(num_heads=4, num_kv_heads=2, head_dim=16, qk_norm="head", **SMALL)
 # In float32: XLA's CPU back end has not all products of bfloat16.
 RUNS = [
     Shapes(POLICY, drafters.for_policy(POLICY, "eagle3"), 3, "float32"),
@@ -40,7 +40,7 @@ RUNS = [
 # A kernel, its file, a part of its code, and a mistake in its place.
 MISTAKES = [
     (kernels.ATTENTION, "tree_attention", "total = total * kept + tl.sum(weights, axis=1)", "total += tl.sum(weights, axis=1)"),
-    (kernels.CACHE_ROWS, "cache_rows", "(start + place)[None, :], tile, mask", "(start + place)[None, :], -tile, mask"),
+    (kernels.CACHE_ROWS, "cache_rows", "slot[None, :], tile, mask", "slot[None, :], -tile, mask"),
     (kernels.FILTER, "token_filter", "weight.to(tl.float64) * P)", "weight.to(tl.float64) * P * P)"),
     (kernels.HEADS, "projections", "y1 * cos - y2 * sin", "y1 * cos + y2 * sin"),
     (kernels.ADDED, "projections", "total += tl.load(x + place", "total -= tl.load(x + place"),

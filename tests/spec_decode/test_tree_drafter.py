@@ -102,7 +102,7 @@ def block(
             "bkz,bkz->bk", hidden, embedding @ jnp.asarray(ODDS)
         ),
     }
-    policy = ModelConfig("qwen3", V, 8, 2, 1, 1, 8, 8, 64, qk_norm=True)
+    policy = ModelConfig("qwen3", V, 8, 2, 1, 1, 8, 8, 64, qk_norm="head")
     heads = {"markov_rank": 4 if has_bias else 0, "confidence": has_confidence, "block_size": DEPTH}
     if top:
         heads = {"selector_top_k": top, "block_size": DEPTH + 1}

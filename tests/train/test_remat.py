@@ -28,7 +28,7 @@ SIZES = replace(MODEL, num_layers=LAYERS)
 MODELS = {
     "tied": SIZES,
     "biases": replace(SIZES, family="llama", tied=False, o_bias=True, mlp_bias=True),
-    "QK-norm": replace(SIZES, family="qwen3", tied=False, qkv_bias=False, qk_norm=True),
+    "QK-norm": replace(SIZES, family="qwen3", tied=False, qkv_bias=False, qk_norm="head"),
 }
 BOTH = (PRODUCTS, ATTENTION, ATTENTION)
 

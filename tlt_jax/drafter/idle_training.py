@@ -159,8 +159,12 @@ class IdleTraining:
         """
         pieces = [self.piece(group, self.wanted) for group in self.replays]
         compile_cost = self.programs.compile_cost(pieces[0])
-        is_optional = self.must_pay or self.tokens != self.wanted
-        if is_optional and compile_cost and compile_cost >= COMPILING * seconds_left:
+        is_cheap = not compile_cost or compile_cost < COMPILING * seconds_left
+        if self.must_pay and not self.is_prepared:
+            is_cheap = self.job.decided(is_cheap)  # the copies of all processes are merged, or none
+        elif self.tokens == self.wanted:
+            is_cheap = True
+        if not is_cheap:
             self.wanted = self.tokens
             return
         self.programs.prepare(pieces)
