@@ -19,7 +19,7 @@ MOST = {
     "modules of the package": 190,
     "lines of tests": 34_850,
     "lines of benchmarks": 2_960,
-    "words of pages": 29_300,
+    "words of pages": 29_400,
     "knobs": 111,
 }
 

@@ -241,13 +241,12 @@ def packed_layer(
         window: partial(packed_attention.attend, **given, window=window or None)
         for window in config.windows or (0,)
     }
-    with_window = [*forms].index
     if len(forms) == 1 or isinstance(index, int):
         attended = forms[(config.windows or (0,))[index if len(forms) > 1 else 0]](
             q, k, v, segments
         )
     else:
-        which = jnp.array([with_window(window) for window in config.windows])[index]
+        which = jnp.array([[*forms].index(window) for window in config.windows])[index]
         attended = jax.lax.switch(which, [*forms.values()], q, k, v, segments)
     return finish(layer, config, x, attended.reshape(*x.shape[:2], -1), axis=-1), k, v
 
