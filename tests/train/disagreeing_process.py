@@ -15,6 +15,7 @@ def disagree() -> None:
     from tlt_jax.drafter import idle_training, investment
     from tlt_jax.rollout import learned_drafter
     from tlt_jax.rollout.executables.compilation import CompileCosts
+    from tlt_jax.tuner import cost_model
 
     index = int(os.environ["JAX_PROCESS_ID"])
     investment.LONG, investment.CHANCE = 0.6, 1e3
@@ -22,6 +23,7 @@ def disagree() -> None:
     seconds, compile_cost = 4.0 * (1 + index), 0.01 + 3.0 * index
     worth = 0.0 if index else 1e9
     CompileCosts.of = lambda *_: compile_cost
+    cost_model.is_disturbed = lambda costs: False  # by other tests
     learned_drafter.payback = lambda engine, *_: (0.0 if engine.drafter else worth, 0.0)
     investment.Investment.after_step = lambda self, _: replace(self, step_seconds=seconds)
 

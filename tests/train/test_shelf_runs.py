@@ -24,6 +24,7 @@ from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.train import drafter as drafter_command, loop, setup as setups
 from tlt_jax.train.setup import Setup
+from tlt_jax.tuner import cost_model
 
 STEPS = 3
 ADAPTIVE = {
@@ -110,6 +111,7 @@ def test_on_a_cpu_under_share_auto_it_is_used_once_the_first_rollout_says_that_i
 
     monkeypatch.setattr(Engine, "publish", spying)
     monkeypatch.setattr(learned_drafter, "payback", payback)
+    monkeypatch.setattr(cost_model, "is_disturbed", lambda costs: False)  # by other tests
     monkeypatch.setattr(Investment, "earned", lambda self, *given: self)  # nothing learns
     shutil.copytree(first.drafter_training.shelf, tmp_path / "shelf")
     own = {"drafter_training.shelf": str(tmp_path / "shelf"), "drafter_training.share": "auto"}

@@ -31,6 +31,7 @@ from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.train import loop
 from tlt_jax.train.run_state import INVESTMENT
+from tlt_jax.tuner import cost_model
 
 SHARE = ADAPTIVE | {
     "drafter_training.share": 1.0,
@@ -139,6 +140,7 @@ def test_once_drafting_pays_it_starts_is_reported_and_continues_when_resumed(
     """Drafting is made to pay: after the second step, and after every step of the resumed run."""
     gain = iter([0.0, 5.0])
     monkeypatch.setattr(learned_drafter, "payback", lambda *_: (next(gain), 0.0))
+    monkeypatch.setattr(cost_model, "is_disturbed", lambda costs: False)  # by other tests
     knows = spied(monkeypatch, Engine, "publish", lambda engine, *_: engine.drafter is not None)
     config = stopped_after(0, whole, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "completions")
