@@ -17,7 +17,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "RE
 MOST = {
     "lines of the package": 38_450,
     "modules of the package": 190,
-    "lines of tests": 34_850,
+    "lines of tests": 34_860,
     "lines of benchmarks": 2_960,
     "words of pages": 29_400,
     "knobs": 111,

@@ -199,3 +199,11 @@ def test_the_tokenizer_of_adapters_is_their_own_or_their_bases(saved, tmp_path):
     own.add_tokens(["<more>"])
     own.save_pretrained(directory)
     assert len(datasets.tokenizer(config)) == whole + 1
+
+
+def test_adapters_of_a_type_whose_files_join_matrices_are_refused():
+    model = hf_config.from_hf_config(model_cases.raw_config("phi3"))
+    with pytest.raises(
+        ModelError, match="phi3: its files have self_attn.qkv_proj.weight, mlp.gate_up"
+    ):
+        lora.weights(Lora(2, 4.0, ("q_proj",)), model, 1)

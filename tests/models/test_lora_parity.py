@@ -31,7 +31,7 @@ def forward(params, config, mesh=None) -> jax.Array:
     return transformer.logits(params, config, x)[..., : config.vocab_size]
 
 
-@pytest.mark.parametrize("family", model_cases.FAMILIES)
+@pytest.mark.parametrize("family", [one for one in model_cases.FAMILIES if one != "phi3"])
 def test_peft_loads_what_we_write_with_our_logits_and_gradients(family, tmp_path, x64):
     import make_goldens
     import torch

@@ -133,8 +133,8 @@ class Executables:
         self.spare_cores = cores - (jax.local_device_count() if self.is_cpu else 0)
         self.waits = self.spare_cores <= 0
         # What else runs has the other cores meanwhile, and on a CPU it uses them all.
-        background = max(BACKGROUND, 1 / cores) if self.is_cpu else BACKGROUND
-        self.share = 1.0 if self.waits else background  # of its seconds that a compilation costs
+        beside = max(BACKGROUND, 1 / cores) if self.is_cpu else BACKGROUND
+        self.share = 1.0 if self.waits else beside  # of its seconds that a compilation costs
         self.sizes = sizes_of(shapes[0])
         self.cache_keys: dict[tuple[Program, str], str] = {}  # of `cache_key`
         self.background = Background(
