@@ -365,6 +365,23 @@ def test_whatever_bit_of_a_checkpoint_flips_it_restores_or_is_refused_in_one_lin
     assert {"metadata", "_METADATA", "manifest.ocdbt"} <= refused
 
 
+@pytest.mark.parametrize("bit", range(8))
+def test_whatever_bit_of_the_index_of_arrays_flips_it_restores_or_is_refused(bit, saved):
+    """This bit of every seventh byte: keys, types of containers, names of flags and numbers."""
+    path = saved / "checkpoints" / "2" / "policy" / "_METADATA"
+    target, whole = {"policy": abstract(state(make_mesh(1, 1)))}, state(make_mesh(1, 1), 2)
+    content = path.read_bytes()
+    with Store(saved) as store:
+        for place in range(bit % 7, len(content), 7):
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << bit
+            path.write_bytes(flipped)
+            try:
+                assert_equal(store.restore(2, target).items["policy"], whole)
+            except DamagedCheckpoint as error:
+                assert "2 is corrupt (" in str(error), place
+
+
 def test_an_index_without_a_digest_is_read_and_one_without_its_parts_refused(saved):
     path = saved / "checkpoints" / "2" / "meta" / "metadata"
     earlier = json.loads(path.read_text())

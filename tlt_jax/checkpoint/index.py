@@ -92,7 +92,8 @@ def is_damage(error: BaseException) -> bool:
     if isinstance(error, ValueError):  # or JSON that cannot be parsed
         code = CODE.match(str(error))
         return code is None or code[1] in DATA_LOSS
-    return isinstance(error, (FileNotFoundError, KeyError, AttributeError))  # of an index
+    of_an_index = FileNotFoundError, LookupError, AttributeError, TypeError, AssertionError
+    return isinstance(error, of_an_index)
 
 
 def one_line(error: BaseException) -> str:
