@@ -4,7 +4,8 @@ python -m benchmarks.speculation.drain --policy DIR --data GSM8K_DIR [--drafter 
 
 All answers start together, with limits at which the live rows halve, and none stops before. Arms take turns: `plain`;
 `drafted`, --strategy in every round; `tuned`, the default tuner; these draft with n-grams, or with --drafter. What pays in
-a long run is compiled in the --warm-up turns, which do not count. A row of the table is a range of live rows, up to `live`:
+a long run is compiled in turns that do not count: they end with a turn of all arms in which nothing was being compiled, or
+after --warm-up of them. A row of the table is a range of live rows, up to `live`:
 tokens per second with all seconds of an arm, also of catching up, moving rows and explorations; `tuned_over_best`: the
 median over the turns of tuned over the faster of the others (aim 0.97), and its least; `others`: the most of the processors
 that other work took.
@@ -101,7 +102,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     """The benchmark's own arguments, and the configuration that the others change."""
     parser = results.arguments(__doc__)
     texts = {"config": CONFIG, "policy": None, "data": None, "drafter": NGRAM, "strategy": "3_1_4"}
-    numbers = {"rows": 64, "longest": 224, "groups": 1, "turns": 5, "warm-up": 4}
+    numbers = {"rows": 64, "longest": 224, "groups": 1, "turns": 5, "warm-up": 30}
     for name, default in (texts | numbers).items():
         kind = int if name in numbers else str
         parser.add_argument(f"--{name}", type=kind, default=default, required=default is None)
@@ -133,16 +134,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     turns: dict[str, list[Speeds]] = {name: [] for name in arms}
     others = 0.0
-    for turn in range(-args.warm_up, args.turns):
+    step = first = 0
+    while step < first + args.turns:
+        is_settled = True
         for name, arm in arms.items():
-            speeds, result = drained(arm, prompts, most, turn + args.warm_up)
+            speeds, result = drained(arm, prompts, most, step)
             seconds, made = result.stats["seconds"], result.stats["compiles"]
-            print(
-                f"turn {turn} {name}: {seconds:.1f} s, {made} programs", file=sys.stderr, flush=True
-            )
-            if turn >= 0:
+            print(f"turn {step} {name}: {seconds:.1f} s, {made} programs", file=sys.stderr, flush=True)  # fmt: skip
+            is_settled &= all(one.is_timed for one in result.measurements)
+            if first:
                 turns[name].append(speeds)
                 others = max(others, *(one.taken for one in result.measurements))
+        step += 1
+        if not first and (is_settled or step == args.warm_up):
+            first = step
+            print("settled" if is_settled else "not settled", file=sys.stderr, flush=True)
     table, rows = ResultTable(COLUMNS, args.csv), []
     for live in doubling(1, args.rows)[::-1]:
         known = [[one[live] for one in turns[name] if live in one] for name in ARMS]
