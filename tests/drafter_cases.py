@@ -49,11 +49,14 @@ LEVELS = {
 }
 BLOCKS = {
     "dflash": {"kind": "dflash", "block_size": 4, "num_layers": 2},
+    "dflash_windows": {"kind": "dflash", "block_size": 4, "num_layers": 3, "windows": (5, 0, 5)},
     "dflash_causal": {"kind": "dflash", "block_size": 3, "causal": True, "num_kv_heads": 4},
     "dflash2": {"kind": "dflash2", "block_size": 4, "num_layers": 2, "markov_rank": 6, "selector_top_k": 5,
                 "conv_group_size": 4},
     "dflash2_some": {"kind": "dflash2", "block_size": 5, "causal": True, "conv_kernel_size": 3, "num_kv_heads": 1,
                      "selector_top_k": 3, "markov_rank": 4, "draft_vocab_size": len(IDS)},
+    "dflash2_windows": {"kind": "dflash2", "block_size": 5, "causal": True, "num_layers": 2, "markov_rank": 6,
+                        "selector_top_k": 5, "windows": (6, 0)},
     "dspark": {"kind": "dspark", "block_size": 4, "markov_rank": 6, "draft_vocab_size": len(IDS)},
     "dspark_whole": {"kind": "dspark", "block_size": 3, "markov_rank": 6, "mask_token_id": 5,
                      "num_kv_heads": 1, "num_layers": 3, "captures": (0, 3, 7)},
@@ -172,6 +175,9 @@ class Files:
         scores = np.exp(np.einsum("nhe,she->hns", q, k) / np.sqrt(E))
         if is_causal:
             scores *= np.tri(count, rows, rows - count)
+        kinds = self.raw.get("layer_types")
+        if kinds and kinds[int(at.split(".")[1])] == "sliding_attention":
+            scores *= 1 - np.tri(count, rows, rows - count - self.raw["sliding_window"])
         mixed = np.einsum("hns,she->nhe", scores / scores.sum(-1, keepdims=True), v)
         return self.linear(f"{at}self_attn.o_proj", mixed.reshape(count, -1))
 

@@ -44,6 +44,15 @@ LLAMA3 = {
 }
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
 OLD, NEW = {"torch_dtype": "float32"}, {"dtype": "float32"}
+PHI4_MINI = {
+    "model_type": "phi3", "pad_token_id": None, "sliding_window": 64, "tie_word_embeddings": True,
+    "partial_rotary_factor": 0.75, **OLD,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.2, 1.1], "long_factor": [1.1, 2.0, 5.5]},
+}  # fmt: skip
+GEMMA4 = {
+    "model_type": "gemma4_text", "head_dim": 8, "global_head_dim": 16, "sliding_window": 4, "vocab_size_per_layer_input": 37,
+    "hidden_activation": "gelu_pytorch_tanh", "pad_token_id": None, "tie_word_embeddings": True, **OLD,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "rope_theta": 1e6, **OLD},
     "qwen2_mha": {
@@ -139,6 +148,8 @@ CASES: dict[str, dict[str, Any]] = {
         **OLD,
     },
     "phi3": {"model_type": "phi3", "sliding_window": None, "pad_token_id": None, **OLD},
+    "phi3_partial": {"original_max_position_embeddings": 16, **PHI4_MINI},
+    "phi3_long": {"original_max_position_embeddings": LENGTH - 1, **PHI4_MINI},
     "olmo2": {"model_type": "olmo2", "rope_theta": 5e5, "pad_token_id": None, **OLD},
     "olmo2_bias": {
         "model_type": "olmo2",
@@ -214,13 +225,41 @@ CASES: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
         **OLD,
     },
+    "gemma4": {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 6,
+        "final_logit_softcapping": 3.0,
+        **GEMMA4,
+    },
+    "gemma4_keys": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+        **GEMMA4,
+    },
     "llama_yarn_factor": {
         "model_type": "llama",
         "rope_scaling": {"rope_type": "yarn", "attention_factor": 0.7, **YARN},
         **OLD,
     },
 }
-FAMILIES = ("qwen2", "qwen3", "llama", "smollm3", "granite", "phi3", "olmo3", "gemma2", "gemma3")
+FAMILIES = (
+    "qwen2",
+    "qwen3",
+    "llama",
+    "smollm3",
+    "granite",
+    "phi3",
+    "olmo3",
+    "gemma2",
+    "gemma3",
+    "gemma4",
+)
 TOKENS = np.random.RandomState(0).randint(0, SIZES["vocab_size"], (2, LENGTH))
 
 
@@ -236,7 +275,7 @@ def arrays(case: str) -> dict[str, np.ndarray]:
 
     def draw(tensor: hf.Tensor) -> np.ndarray:
         noise = np.random.RandomState(zlib.crc32(tensor.name.encode())).randn(*tensor.shape)
-        if tensor.leaf.endswith("norm"):
+        if tensor.leaf.endswith(("norm", "scale")):
             noise = (0 if config.norm_offset else 1) + 0.3 * noise
         elif len(tensor.shape) == 2 and tensor.leaf != "embed":
             noise = 1.5 * noise / np.sqrt(tensor.shape[1])

@@ -15,11 +15,11 @@ from tlt_jax.config.schema import Config
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
 MOST = {
-    "lines of the package": 38_450,
+    "lines of the package": 39_060,
     "modules of the package": 190,
-    "lines of tests": 34_860,
-    "lines of benchmarks": 2_960,
-    "words of pages": 29_400,
+    "lines of tests": 34_995,
+    "lines of benchmarks": 2_970,
+    "words of pages": 29_600,
     "knobs": 111,
 }
 

@@ -122,7 +122,7 @@ def export_drafter(
     target = drafter_recipe.abstract_state(recipe)
     chosen, state = run_state.restore_item(config, run, step, "drafter", target)
     hf_drafter.save(state.params, drafter, out, dtype or config.model.param_dtype)
-    if caveat := hf_drafter.caveat(drafter):
+    if caveat := hf_drafter.caveat(drafter, model.family):
         print(f"{out}: {caveat}")
     return chosen
 

@@ -40,6 +40,10 @@ LIKE = {
     },
     "olmo3": {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma3_text": {"sliding_window": 32, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
+    "gemma4_text": {
+        "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 32,
+        "hidden_size_per_layer_input": 16,
+    },
 }  # fmt: skip
 OPTIONS = {  # option -> default, meaning
     "like": ("qwen2", "model_type: that of config.json files of the models to try"),

@@ -142,10 +142,10 @@ def advance(
 
 
 def matrices(params: PyTree) -> PyTree:
-    """True at matrices, False at norms and biases; by name, since those of stacked layers have two axes too."""
+    """True at matrices, False at norms, biases and factors; by name, since those of stacked layers have two axes too."""
 
     def is_matrix(path: tuple[jax.tree_util.GetAttrKey, ...], leaf: Array) -> bool:
-        return not any(word in path[-1].name for word in ("norm", "bias"))
+        return not any(word in path[-1].name for word in ("norm", "bias", "scale"))
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -29,6 +28,7 @@ from tlt_jax.config.parse import parse_text
 from tlt_jax.config.schema import COMMON, Lora
 from tlt_jax.distributed import process
 from tlt_jax.errors import ConfigError
+from tlt_jax.models.architecture import ModelConfig
 
 TLT = [sys.executable, "-c", "from tlt_jax.cli import main; main()"]
 MODEL = "model: {init: {model_type: qwen2, hidden_size: 32}}\n"
@@ -459,9 +459,7 @@ def test_a_flag_of_true_or_false_needs_no_value(write):
     ],
 )
 def test_meshes_that_do_not_fit_the_model_are_refused_with_valid_values(words, message, write):
-    sizes = SimpleNamespace(
-        hidden_size=32, num_heads=4, num_kv_heads=2, mlp_dim=64, max_positions=2048
-    )
+    sizes = ModelConfig("qwen2", 32, 32, 1, 4, 2, 8, 64, max_positions=2048)
     validate.validate_model(parse(write()), sizes, 8)
     with pytest.raises(ConfigError, match=message):
         validate.validate_model(parse([*write(), *words.split()]), sizes, 8)

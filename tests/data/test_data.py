@@ -243,6 +243,10 @@ def test_the_chat_template_gets_system_suffix_and_its_own_arguments(tmp_path):
     assert "the chat template rejects row a.jsonl:1: roles must alternate" in failure(
         config, strict
     )
+    no_system = "{{ raise_exception('System role not supported') if messages[0].role == 'system' }}"
+    assert "System role not supported: leave data.system empty" in failure(
+        config, make_tokenizer(no_system)
+    )
     assert "set data.chat_template true" in failure(make_config(source), tokenizer)
 
 

@@ -201,9 +201,27 @@ def test_the_tokenizer_of_adapters_is_their_own_or_their_bases(saved, tmp_path):
     assert len(datasets.tokenizer(config)) == whole + 1
 
 
-def test_adapters_of_a_type_whose_files_join_matrices_are_refused():
-    model = hf_config.from_hf_config(model_cases.raw_config("phi3"))
-    with pytest.raises(
-        ModelError, match="phi3: its files have self_attn.qkv_proj.weight, mlp.gate_up"
-    ):
+JOINED = Lora(2, 3.0, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"))
+
+
+def test_adapters_of_a_type_whose_files_join_matrices_are_joined_and_read_back(tmp_path):
+    base, mesh = model_cases.write("phi3", tmp_path / "base"), make_mesh(2, 2)
+    model = hf_config.read_config(base)
+    adapters = adapters_of(JOINED, model, mesh)
+    hf_adapter.save(adapters, JOINED, model, tmp_path / "ours", mesh, str(base), None, "float32")
+    assert hf_adapter.read_lora(tmp_path / "ours") == JOINED
+    found = hf_adapter.load(tmp_path / "ours", JOINED, model, make_mesh(1, 4), "float32")
+    jax.tree.map(np.testing.assert_array_equal, found, adapters)
+    stored = load_file(tmp_path / "ours" / WEIGHTS)
+    name = "base_model.model.model.layers.1.self_attn.qkv_proj.lora_{}.weight"
+    assert stored[name.format("A")].shape == (6, 32) and stored[name.format("B")].shape == (64, 6)
+    stored[name.format("B")][0, 5] = 1
+    save_file(stored, tmp_path / "ours" / WEIGHTS)
+    with pytest.raises(ModelError, match="qkv_proj.lora_B.weight changes several of the matrices"):
+        hf_adapter.load(tmp_path / "ours", JOINED, model, mesh, "float32")
+    for changes in ({"rank_pattern": {"qkv_proj": 6}}, {"use_rslora": True}):
+        folder = copied(tmp_path / "ours", tmp_path / f"other{len(str(changes))}", **changes)
+        with pytest.raises(ModelError, match="rank_pattern .* is not supported: merge"):
+            hf_adapter.read_lora(folder)
+    with pytest.raises(ModelError, match="phi3 join q_proj, k_proj, v_proj in self_attn.qkv_proj"):
         lora.weights(Lora(2, 4.0, ("q_proj",)), model, 1)

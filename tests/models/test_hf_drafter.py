@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -117,8 +116,18 @@ def test_a_round_trip_keeps_every_bit(case, dtype, mesh, tmp_path):
     ],
 )
 def test_what_other_programs_do_not_load_is_reported(changes, word):
-    found = hf_drafter.caveat(drafters.for_policy(cases.policy(), **changes))
+    found = hf_drafter.caveat(drafters.for_policy(cases.policy(), **changes), "llama")
     assert found is None if word is None else word in found
+
+
+@pytest.mark.parametrize(
+    ("case", "family", "said"),
+    [("eagle3", "gemma2", "vLLM and SGLang cannot"), ("eagle3", "olmo3", "SGLang cannot"), ("eagle3", "qwen2", None),
+     ("dflash", "qwen2", "SGLang cannot"), ("eagle3", "gemma4_text", None), ("eagle", "gemma2", "only SGLang")],
+)  # fmt: skip
+def test_engines_that_draft_for_no_policy_of_a_type_are_reported(case, family, said):
+    found = hf_drafter.caveat(cases.config(case), family)
+    assert found is None if said is None else said in found
 
 
 def test_bfloat16_files_and_parameters(mesh, tmp_path):
@@ -318,7 +327,7 @@ SELECTOR = {"selector_rank": 6, "selector_top_k": 5}
         ("eagle", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("dflash", {"architectures": ["DFlashDraftModel", "Qwen3ForCausalLM"]}, "not a supported drafter.*DFlashDraftModel"),
         ("dflash", {"model_type": "gemma4"}, "model_type 'gemma4': only block drafters with layers of qwen3"),
-        ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
+        ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "a drafter's window needs sliding_window"),
         ("dflash", {"dflash_config": {"mask_token_id": 36, "target_layer_ids": [1], "use_swa": True}},
          "dflash_config names use_swa: unknown here"),
         ("dflash", {"attention_bias": True}, "attention_bias true"),
@@ -431,27 +440,26 @@ def test_block_drafters_that_other_programs_write_are_read(written, mesh):
     assert load(written("dspark_whole", dflash_config="absent"), mesh)[0].captures == (0, 3, 7)
 
 
-def test_a_sliding_window_as_long_as_the_sequences_is_read(written, mesh):
-    """As published for DFlash 2: layers with a window see all, and are causal unless is_causal says otherwise."""
+def test_windows_are_read_and_causal_unless_is_causal_says_otherwise(written, mesh):
+    """As published for DFlash and DFlash 2; a window as long as the sequences is none."""
     window = {
         "layer_types": ["sliding_attention"] * 2,
         "sliding_window": 20,
         "use_sliding_window": True,
     }
-    for is_causal in (False, None):
-        folder = written("dflash2", is_causal=is_causal, **window)
-        config, params = load(folder, mesh, positions=20)
-        sizes = dataclasses.replace(cases.config("dflash2").layers, max_positions=20)
-        wanted = cases.config("dflash2", causal=is_causal is None)
-        assert config == dataclasses.replace(wanted, layers=sizes)
+    for is_causal, size, windows in ((False, 20, (20, 20)), (None, 20, (20, 20)), (None, 64, ())):
+        folder = written("dflash2", is_causal=is_causal, **window | {"sliding_window": size})
+        config, params = load(folder, mesh, positions=64)
+        assert config == cases.config("dflash2", causal=is_causal is None, windows=windows)
         jax.tree.map(
             np.testing.assert_array_equal, params, cases.params("dflash2", "float32", mesh)
         )
-    long = "sliding_window 20 is below the 21 positions of a sequence: lower rollout lengths$"
-    with pytest.raises(ModelError, match=long):
-        load(folder, mesh, positions=21)
+    with pytest.raises(ModelError, match="sliding_window 4 is not longer than a block$"):
+        load(written("dflash2", **window | {"sliding_window": 4}), mesh)
+    with pytest.raises(ModelError, match="a drafter's window needs sliding_window$"):
+        load(written("dflash2", **window | {"use_sliding_window": False}), mesh)
     window |= {"layer_types": ["sliding_attention", "full_attention"]}
-    assert not load(written("dflash2", **window), mesh)[0].causal
+    assert load(written("dflash2", **window), mesh)[0].layers.windows == (20, 0)
     with pytest.raises(ModelError, match="with and without sliding_attention, and no is_causal"):
         load(written("dflash2", is_causal="absent", **window), mesh)
 

@@ -31,7 +31,7 @@ def forward(params, config, mesh=None) -> jax.Array:
     return transformer.logits(params, config, x)[..., : config.vocab_size]
 
 
-@pytest.mark.parametrize("family", [one for one in model_cases.FAMILIES if one != "phi3"])
+@pytest.mark.parametrize("family", model_cases.FAMILIES)
 def test_peft_loads_what_we_write_with_our_logits_and_gradients(family, tmp_path, x64):
     import make_goldens
     import torch
@@ -65,22 +65,37 @@ def test_peft_loads_what_we_write_with_our_logits_and_gradients(family, tmp_path
 
     grads = gradient(adapters)
     for tensor in hf_adapter.tensors(LORA, model):
-        field, factor = tensor.leaf.split(".")
         name = tensor.name.replace(".weight", ".default.weight")
-        theirs = reference.get_parameter(name).grad.numpy()
-        leaf = np.asarray(getattr(getattr(grads, field), factor))[tensor.layer]
-        np.testing.assert_allclose(leaf, theirs, rtol=1e-9, atol=1e-11, err_msg=tensor.name)
+        theirs, at = reference.get_parameter(name).grad.numpy(), 0
+        for place, leaf in enumerate(tensor.leaves):
+            ours = np.asarray(hf.leaf_at(grads, leaf))[tensor.layer]
+            left = place * tensor.columns
+            part = theirs[at : at + len(ours), left : left + ours.shape[1]]
+            np.testing.assert_allclose(ours, part, rtol=1e-9, atol=1e-11, err_msg=tensor.name)
+            at += len(ours)
 
 
-@pytest.mark.parametrize("use_rslora", [False, True])
-def test_what_peft_writes_starts_a_run_with_its_logits(use_rslora, tmp_path, x64):
+Q_O_UP = ["q_proj", "o_proj", "up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "read", "use_rslora"),
+    [
+        ("qwen3", Q_O_UP, Q_O_UP, False),
+        ("qwen3", Q_O_UP, Q_O_UP, True),
+        ("phi3", ["qkv_proj", "o_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"], True),
+    ],
+)
+def test_what_peft_writes_starts_a_run_with_its_logits(
+    family, targets, read, use_rslora, tmp_path, x64
+):
     """All that peft 0.21 writes into adapter_config.json by default is read."""
     import make_goldens
     import torch
     from peft import LoraConfig, get_peft_model
 
-    base = model_cases.write("qwen3", tmp_path / "base")
-    chosen = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "o_proj", "up_proj"]}
+    base = model_cases.write(family, tmp_path / "base")
+    chosen = {"r": 3, "lora_alpha": 5, "target_modules": targets}
     settings = LoraConfig(task_type="CAUSAL_LM", use_rslora=use_rslora, lora_dropout=0.1, **chosen)
     theirs = get_peft_model(make_goldens.reference(base), settings)
     torch.manual_seed(0)
@@ -99,7 +114,7 @@ def test_what_peft_writes_starts_a_run_with_its_logits(use_rslora, tmp_path, x64
     config = Config(model=replace(Config().model, path=str(directory), param_dtype="float64"))
     model, mesh = from_config.model_config(config, None), make_mesh(2, 2)
     found = hf_adapter.read_lora(directory)
-    assert found.targets == ("q_proj", "o_proj", "up_proj") and found.rank == 3
+    assert found.targets == tuple(read) and found.rank == 3
     merged = from_config.load_policy(config, model, mesh)
     np.testing.assert_allclose(forward(merged, model, mesh), expected, rtol=0, atol=1e-6)
     started = from_config.start_adapters(config, found, model, mesh)

@@ -46,7 +46,7 @@ def goldens():
 
 
 def load(directory, mesh, dtype="float64"):
-    config = hf_config.read_config(directory)
+    config = hf_config.read_config(directory).for_sequences(model_cases.LENGTH)
     return config, hf.load(directory, config, mesh, dtype)
 
 
@@ -157,6 +157,7 @@ def grow(weights, config, cache, nodes, lengths, depths, seen, *captures):
     [
         *[("qwen2", (1, 1)), ("qwen3", (2, 2)), ("llama_bias", (1, 4)), ("smollm3", (1, 1))],
         *[("granite", (1, 2)), ("olmo3", (1, 4)), ("gemma3", (1, 1)), ("qwen2_windows", (2, 1))],
+        *[("phi3_long", (1, 2)), ("gemma4", (1, 1)), ("gemma4_keys", (1, 2))],
     ],
 )
 def test_a_tree_node_gets_the_logits_of_its_own_path(case, shape, directories, x64):
@@ -197,14 +198,21 @@ def check_commit(weights, config, params, cache, scratch, nodes, lengths):
 
 
 @pytest.mark.parametrize(
-    ("case", "shape"), [("gemma3", (1, 1)), ("smollm3_windows", (1, 2)), ("mistral_window", (2, 1))]
+    ("case", "shape"),
+    [
+        ("gemma3", (1, 1)),
+        ("smollm3_windows", (1, 2)),
+        ("mistral_window", (2, 1)),
+        ("gemma4", (1, 2)),
+    ],
 )
 def test_a_layer_with_a_window_needs_slots_for_it_and_for_a_path(case, shape, directories, x64):
     """Of two sequences one is longer than the slots from the start, the other after some rounds; the cache grows once."""
     mesh, random = meshes.make_mesh(*shape), np.random.RandomState(1)
     config, params = load(directories(case), mesh)
     weights, group = rollout(params, config, mesh)
-    rings = tuple(window + 3 if window else 0 for window in config.windows)
+    windows = [config.windows[layer] for layer in config.cached_layers]
+    rings = tuple(window + 3 if window else 0 for window in windows)
     lines = [[*model_cases.TOKENS[0, :10]], [*model_cases.TOKENS[1, :2]]]
     tokens = np.stack([np.pad(line, (0, 10 - len(line))) for line in lines])
     cache = prefilled(weights, config, group, tokens, [10, 2], 13, rings=rings)

@@ -212,6 +212,26 @@ UNUSUAL = replace(
 )  # fmt: skip
 
 
+# Layers of different shapes, the last two without keys and values, and embeddings for each layer.
+UNLIKE = replace(
+    tiny.MODEL, num_layers=4, qkv_bias=False, qk_norm="head", norms="both", windows=(3, 0, 3, 0), shared_layers=2,
+    full_head_dim=12, full_kv_heads=1, shared_mlp_dim=24, value_norm=True, token_inputs=4, out_scale=True, score_scale=2.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "drafter, strategies, data, model",
+    [("none", NO, 1, 1), ("eagle3", WIDE, 1, 2), ("ngram", ONE, 2, 1)],
+)
+def test_they_do_with_layers_of_different_shapes(x64, drafter, strategies, data, model):
+    engine, weights = speculating(
+        drafter, strategies, data, model, policy=UNLIKE, slots=5, chunk=3, batch_buckets=[1, 5], cache_buckets=[32]
+    )  # fmt: skip
+    cache = engine.programs.shapes[0].target.empty(1, 32)
+    assert [keys.shape[2:] for keys in cache.keys] == [(4, 11), (12, 40)]
+    accepted(engine, weights, tiny.NUCLEUS, UNLIKE)
+
+
 @pytest.mark.parametrize(
     "drafter, strategies, data, model",
     [("none", NO, 1, 1), ("eagle3", WIDE, 1, 2), ("ngram", ONE, 2, 1), ("dspark", MANY, 1, 1)],

@@ -276,17 +276,9 @@ def validate_mesh(config: Config, model: Any, devices: int) -> Iterator[str]:
             f"mesh {data} x {parts} needs {data * parts} devices, {devices} are available: lower mesh.data or "
             f"mesh.model, or set mesh.fake_devices {data * parts} to split a CPU"
         )
-    heads = {"attention heads": model.num_heads, "MLP width": model.mlp_dim}
-    fits = [
-        n for n in range(1, model.num_heads + 1) if all(size % n == 0 for size in heads.values())
-    ]
-    fits = [n for n in fits if model.num_kv_heads % n == 0 or n % model.num_kv_heads == 0]
+    fits, sizes = model.divisors
     if config.mesh.model not in fits:
-        sizes = ", ".join(f"{size} {name}" for name, size in heads.items())
-        yield (
-            f"mesh.model {config.mesh.model} does not divide the model ({sizes}, {model.num_kv_heads} KV heads): "
-            f"use one of {fits}"
-        )
+        yield f"mesh.model {config.mesh.model} does not divide the model ({sizes}): use one of {fits}"
     if model.hidden_size % config.mesh.data:
         fits = [n for n in range(1, 2 * config.mesh.data) if model.hidden_size % n == 0]
         yield f"mesh.data {config.mesh.data} does not divide the model's width {model.hidden_size}: use one of {fits}"

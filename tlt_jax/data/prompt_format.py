@@ -69,7 +69,8 @@ class Encoder:
             try:
                 texts.append(self.text(row["prompt"]))
             except TemplateError as error:
-                raise DataError(f"the chat template rejects row {row[ID]}: {error}") from error
+                fix = ": leave data.system empty" if self.config.data.system else ""
+                raise DataError(f"the chat template rejects row {row[ID]}: {error}{fix}") from error
         # The template adds the special tokens.
         tokens = self._tokens(texts, special=not self.config.data.chat_template)
         return list(map(Prompt, tokens, rows, texts))

@@ -91,10 +91,10 @@ class Model:
         `write` gets the text in parts while it is decoded. Raises UserError, also for a conversation that fills the model.
         """
         question = prompt_format.encode(messages, self.config, self.tokenizer, "the conversation")
-        room = self.rollouts.model.max_positions - len(question.tokens)
+        room = self.rollouts.model.longest - len(question.tokens)
         if room < 1:
             raise ConfigError(
-                f"the conversation has {len(question.tokens)} tokens, and the model {self.rollouts.model.max_positions} "
+                f"the conversation has {len(question.tokens)} tokens, and the model {self.rollouts.model.longest} "
                 "positions: begin a new one"
             )
         most = min(self.config.rollout.max_new_tokens, room)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ class Rope:
     """Rotary position embedding: base frequency, and scaling to longer contexts."""
 
     theta: float = 10000.0
-    kind: str = "default"  # default | linear | llama3 | yarn
+    kind: str = "default"  # default | linear | llama3 | yarn | longrope | proportional
     factor: float = 1.0
     original_max_positions: int = 0
     low_freq_factor: float = 1.0
@@ -37,6 +38,12 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    fraction: float = 1.0  # of the numbers of a head, from the first on, that are rotated
+    # Of longrope, for each rotated pair: what the angle is divided by, in runs whose sequences all end before
+    # original_max_positions, and in runs with longer ones (`is_long`).
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    is_long: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,23 @@ class ModelConfig:
     logit_scale: float = 1.0
     score_cap: float = 0.0  # of attention scores, see numerics.capped
     logit_cap: float = 0.0
+    value_norm: bool = False  # values are normed, without a weight
+    # Of layers without a window, where they differ from the others: head_dim, KV heads (0: as the others), and whether their
+    # values are their keys before norm and rotation.
+    full_head_dim: int = 0
+    full_kv_heads: int = 0
+    keys_as_values: bool = False
+    # So many last layers attend to the keys and values of the last layer before them with the same window, and have none;
+    # their MLPs may have another width (0: that of the others).
+    shared_layers: int = 0
+    shared_mlp_dim: int = 0
+    has_kv: bool = True  # of one layer, see `kinds`
+    token_inputs: int = (
+        0  # numbers that each layer also gets of its token, by an embedding of all layers; 0: none
+    )
+    out_scale: bool = (
+        False  # each layer's output is multiplied by a number of its own, which is not trained
+    )
     tied: bool = False
     init_std: float = 0.02
     eos_ids: tuple[int, ...] = ()
@@ -81,9 +105,16 @@ class ModelConfig:
             raise ValueError(
                 f"{self.num_heads} attention heads do not share {self.num_kv_heads} KV heads evenly"
             )
-        if self.head_dim % 2:
+        rope = self.rope
+        width = self.head_dim if rope.kind == "proportional" else int(self.head_dim * rope.fraction)
+        if width % 2:
             raise ValueError(
-                f"head_dim {self.head_dim} is odd: rotary embedding needs an even head_dim"
+                f"head_dim {self.head_dim}, of which {width} are rotated, is odd: rotary embedding needs an even number"
+            )
+        factors = {len(rope.short_factors), len(rope.long_factors)}
+        if rope.kind == "longrope" and factors != {width // 2}:
+            raise ValueError(
+                f"longrope has {sorted(factors)} factors for {width // 2} rotated pairs: give one for each"
             )
 
     @property
@@ -98,6 +129,60 @@ class ModelConfig:
         )
 
     @property
+    def kinds(self) -> tuple[ModelConfig, ...]:
+        """The model as each layer sees it, with that layer's shapes; this one itself where all layers are alike."""
+        return kinds(self)
+
+    @property
+    def groups(self) -> tuple[ModelConfig, ...]:
+        """The different ones of `kinds`, in the order of the first layer of each."""
+        return tuple(dict.fromkeys(self.kinds))
+
+    def place(self, layer: int) -> tuple[int, int]:
+        """The group of a layer, and how many layers of that group are before it."""
+        kind = self.kinds[layer]
+        return self.groups.index(kind), self.kinds[:layer].count(kind)
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """For each layer, the layer whose keys and values it attends to."""
+        windows = self.windows or (0,) * self.num_layers
+        last = {w: i for i, w in enumerate(windows) if i < self.num_layers - self.shared_layers}
+        return tuple(
+            i if self.kinds[i].has_kv else last[windows[i]] for i in range(self.num_layers)
+        )
+
+    @property
+    def cached_layers(self) -> tuple[int, ...]:
+        """The layers with keys and values of their own."""
+        return tuple(i for i, kind in enumerate(self.kinds) if kind.has_kv)
+
+    @property
+    def divisors(self) -> tuple[list[int], str]:
+        """The sizes of the mesh's `model` axis over which it divides, and the sizes that say so."""
+        H, shapes = self.num_heads, {(kind.num_kv_heads, kind.mlp_dim) for kind in self.groups}
+        fits = [
+            n
+            for n in range(1, H + 1)
+            if all(H % n == F % n == 0 and 0 in (K % n, n % K) for K, F in shapes)
+        ]
+        K, F = (" or ".join(map(str, sorted({*one}))) for one in zip(*shapes, strict=True))
+        return fits, f"{H} attention heads, {F} MLP width, {K} KV heads"
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that it may have: with the short factors of longrope, the original length."""
+        is_short = self.rope.kind == "longrope" and not self.rope.is_long
+        return self.rope.original_max_positions if is_short else self.max_positions
+
+    def for_sequences(self, length: int) -> ModelConfig:
+        """The same model for a run whose longest sequence has this many tokens."""
+        if self.rope.kind != "longrope":
+            return self
+        is_long = length > self.rope.original_max_positions
+        return replace(self, rope=replace(self.rope, is_long=is_long))
+
+    @property
     def ropes(self) -> tuple[Rope | None, ...]:
         """The rotary embedding of each layer; None: it has none."""
         windows = self.windows or (0,) * self.num_layers
@@ -108,18 +193,38 @@ class ModelConfig:
         )
 
 
+@cache
+def kinds(config: ModelConfig) -> tuple[ModelConfig, ...]:
+    """See ModelConfig.kinds."""
+    if not any((config.full_head_dim, config.full_kv_heads, config.shared_layers)):
+        return (config,) * config.num_layers
+    alike = {"full_head_dim": 0, "full_kv_heads": 0, "shared_layers": 0, "shared_mlp_dim": 0}
+    windowed = replace(config, **alike, keys_as_values=False)
+    wide = config.full_head_dim or config.head_dim
+    full = replace(
+        config, **alike, head_dim=wide, num_kv_heads=config.full_kv_heads or config.num_kv_heads,
+        score_scale=config.score_scale * math.sqrt(wide / config.head_dim),
+    )  # fmt: skip
+    found = [windowed if window else full for window in config.windows or (0,) * config.num_layers]
+    first = config.num_layers - config.shared_layers
+    width = config.shared_mlp_dim or config.mlp_dim
+    shared = [replace(kind, has_kv=False, mlp_dim=width) for kind in found[first:]]
+    return (*found[:first], *shared)
+
+
 @struct.dataclass
 class Layer:
-    """Weights of one transformer layer, or of all of them stacked on a leading axis L; absent ones are None.
+    """Weights of one transformer layer, or of several stacked on a leading axis L; absent ones are None.
 
     Matrices are [out, in], as in HF files. Norms of what attention and MLP read, or of what they give (`attended_norm`,
-    `mlp_out_norm`).
+    `mlp_out_norm`). `input_gate`, `input_out` and `input_norm`: of what a layer gets of its token. `out_scale`: see
+    ModelConfig.
     """
 
     attention_norm: Float[Array, "*L D"] | None
     q: Float[Array, "*L HE D"] | LowRank
-    k: Float[Array, "*L KE D"] | LowRank
-    v: Float[Array, "*L KE D"] | LowRank
+    k: Float[Array, "*L KE D"] | LowRank | None
+    v: Float[Array, "*L KE D"] | LowRank | None
     o: Float[Array, "*L D HE"] | LowRank
     q_bias: Float[Array, "*L HE"] | None
     k_bias: Float[Array, "*L KE"] | None
@@ -136,13 +241,18 @@ class Layer:
     up_bias: Float[Array, "*L F"] | None
     down_bias: Float[Array, "*L D"] | None
     mlp_out_norm: Float[Array, "*L D"] | None
+    input_gate: Float[Array, "*L P D"] | None = None
+    input_out: Float[Array, "*L D P"] | None = None
+    input_norm: Float[Array, "*L D"] | None = None
+    out_scale: Float[Array, "*L 1"] | None = None
 
 
 @struct.dataclass
 class JoinedLayer:
     """Weights of one layer in the "rollout" layout: one matrix for q, k and v, and one for gate and up.
 
-    `qkv` has J = H / K + 2 heads for each of the K KV heads: its queries, its key, its value.
+    `qkv` has J = H / K + 2 heads for each of the K KV heads: its queries, its key, its value; fewer where a layer has no
+    values or no keys.
     """
 
     attention_norm: Float[Array, " D"] | None
@@ -159,6 +269,10 @@ class JoinedLayer:
     gate_up_bias: Float[Array, "2 F"] | None
     down_bias: Float[Array, " D"] | None
     mlp_out_norm: Float[Array, " D"] | None
+    input_gate: Float[Array, "P D"] | None = None
+    input_out: Float[Array, "D P"] | None = None
+    input_norm: Float[Array, " D"] | None = None
+    out_scale: Float[Array, " 1"] | None = None
 
 
 JOINED = ("qkv", "qkv_bias", "gate_up", "gate_up_bias")
@@ -168,13 +282,18 @@ JOINED = ("qkv", "qkv_bias", "gate_up", "gate_up_bias")
 class Params:
     """A policy. `layers`: one stacked Layer ("train") or a tuple of L JoinedLayers ("rollout"). V may be padded.
 
-    `head` is None when the model ties it to the embedding, and is not tiled.
+    Where layers have different shapes, "train" has a tuple of stacked Layers, one for each of ModelConfig.groups. `head` is
+    None when the model ties it to the embedding, and is not tiled. The others are of what layers get of a token: its
+    embedding, and the projection of the first hidden state with its norm.
     """
 
     embed: Float[Array, "V D"]
-    layers: Layer | tuple[JoinedLayer, ...]
+    layers: Layer | tuple[Layer, ...] | tuple[JoinedLayer, ...]
     final_norm: Float[Array, " D"]
     head: Float[Array, "V D"] | Tiles | None
+    inputs_embed: Float[Array, "V LP"] | None = None
+    inputs_project: Float[Array, "LP D"] | None = None
+    inputs_norm: Float[Array, " P"] | None = None
 
 
 def padded_vocab(config: ModelConfig, model_axis: int) -> int:
@@ -186,12 +305,9 @@ def padded_vocab(config: ModelConfig, model_axis: int) -> int:
 def check_mesh(config: ModelConfig, mesh: Mesh) -> None:
     """Raises ValueError, naming the sizes that work, when the policy does not divide over the mesh."""
     data, model = mesh.shape["data"], mesh.shape["model"]
-    H, K, F = config.num_heads, config.num_kv_heads, config.mlp_dim
-    fits = [n for n in range(1, H + 1) if H % n == F % n == 0 and 0 in (K % n, n % K)]
+    fits, sizes = config.divisors
     if model not in fits:
-        raise ValueError(
-            f"mesh.model {model} does not divide {H} attention heads, {K} KV heads and MLP width {F}: use one of {fits}"
-        )
+        raise ValueError(f"mesh.model {model} does not divide {sizes}: use one of {fits}")
     if config.hidden_size % data:
         fits = [n for n in range(1, 2 * data) if config.hidden_size % n == 0]
         raise ValueError(
@@ -214,19 +330,21 @@ def layer_weights(config: ModelConfig, kv_heads: int, kv_axis: str | None) -> La
 
     q_size, k_size = {"": (0, 0), "head": (E, E), "width": (HE, KE)}[config.qk_norm]
     is_wide, before = config.qk_norm == "width", config.norms != "after"
-    after = config.norms != "before"
+    after, has_k, P = config.norms != "before", config.has_kv, config.token_inputs
+    has_v = has_k and not config.keys_as_values
+    kv = Weight((KE, D), (kv_axis, "embed"))
     return Layer(
         attention_norm=norm(before),
         q=Weight((HE, D), ("heads", "embed")),
-        k=Weight((KE, D), (kv_axis, "embed")),
-        v=Weight((KE, D), (kv_axis, "embed")),
+        k=kv if has_k else None,
+        v=kv if has_v else None,
         o=Weight((D, HE), ("embed", "heads")),
         q_bias=bias(config.qkv_bias, HE, "heads"),
-        k_bias=bias(config.qkv_bias, KE, kv_axis),
-        v_bias=bias(config.qkv_bias, KE, kv_axis),
+        k_bias=bias(config.qkv_bias and has_k, KE, kv_axis),
+        v_bias=bias(config.qkv_bias and has_v, KE, kv_axis),
         o_bias=bias(config.o_bias, D, None),
         q_norm=norm(q_size > 0, q_size, "heads" if is_wide else None),
-        k_norm=norm(k_size > 0, k_size, kv_axis if is_wide else None),
+        k_norm=norm(k_size > 0 and has_k, k_size, kv_axis if is_wide else None),
         attended_norm=norm(after),
         mlp_norm=norm(before),
         gate=Weight((F, D), ("mlp", "embed")),
@@ -236,6 +354,10 @@ def layer_weights(config: ModelConfig, kv_heads: int, kv_axis: str | None) -> La
         up_bias=bias(config.mlp_bias, F, "mlp"),
         down_bias=bias(config.mlp_bias, D, None),
         mlp_out_norm=norm(after),
+        input_gate=Weight((P, D), (None, "embed")) if P else None,
+        input_out=Weight((D, P), ("embed", None)) if P else None,
+        input_norm=norm(P > 0),
+        out_scale=Weight((1,), (None,), "ones") if config.out_scale else None,
     )
 
 
@@ -261,20 +383,23 @@ def joined_weights(config: ModelConfig, model_axis: int, lora: Lora | None = Non
     """A Weight for every array of one layer in the "rollout" layout, and for the factors of adapters that are kept apart."""
     D, F, E = config.hidden_size, config.mlp_dim, config.head_dim
     K = rollout_kv_heads(config, model_axis)
-    qkv = Weight((K, config.num_heads // K + 2, E, D), ("kv_heads", None, None, "embed"))
+    apart = layer_weights(config, K, "kv_heads")
+    qkv_parts = [name for name in ("q", "k", "v") if getattr(apart, name) is not None]
+    heads = config.num_heads // K + len(qkv_parts) - 1
+    qkv = Weight((K, heads, E, D), ("kv_heads", None, None, "embed"))
     gate_up = Weight((2, F, D), (None, "mlp", "embed"))
 
     def bias(wanted: bool, matrix: Weight) -> Weight | None:
         return Weight(matrix.shape[:-1], matrix.axes[:-1], "zeros") if wanted else None
 
     layer = joined(
-        layer_weights(config, K, "kv_heads"),
+        apart,
         qkv=qkv,
         qkv_bias=bias(config.qkv_bias, qkv),
         gate_up=gate_up,
         gate_up_bias=bias(config.mlp_bias, gate_up),
     )
-    parts = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+    parts = {"qkv": qkv_parts, "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
     changed = {}
     for name, members in parts.items():
         if lora and (count := len(set(members) & set(lora.fields))):
@@ -292,22 +417,43 @@ def weights(
     """
     V, D = padded_vocab(config, model_axis), config.hidden_size
     if layout == "train":
-        kv_axis = "kv_heads" if config.num_kv_heads % model_axis == 0 else None
 
-        def stack(weight: Weight) -> Weight:
-            shape, axes = (config.num_layers, *weight.shape), (None, *weight.axes)
-            return replace(weight, shape=shape, axes=axes)
+        def stacked(kind: ModelConfig) -> Layer:
+            kv_axis = "kv_heads" if kind.num_kv_heads % model_axis == 0 else None
+            count = config.kinds.count(kind)
 
-        layers = jax.tree.map(stack, layer_weights(config, config.num_kv_heads, kv_axis))
+            def stack(weight: Weight) -> Weight:
+                return replace(weight, shape=(count, *weight.shape), axes=(None, *weight.axes))
+
+            return jax.tree.map(stack, layer_weights(kind, kind.num_kv_heads, kv_axis))
+
+        layers = tuple(map(stacked, config.groups))
+        layers = layers if len(layers) > 1 else layers[0]
     else:
-        layers = (joined_weights(config, model_axis, lora),) * config.num_layers
+        layers = tuple(joined_weights(kind, model_axis, lora) for kind in config.kinds)
     vocab = Weight((V, D), ("vocab", "embed"), num_rows=config.vocab_size)
+    P, inputs = config.token_inputs, {}
+    if P:
+        width = config.num_layers * P
+        inputs = {
+            "inputs_embed": replace(vocab, shape=(V, width)),
+            "inputs_project": Weight((width, D), (None, "embed")),
+            "inputs_norm": Weight((P,), (None,), "zeros" if config.norm_offset else "ones"),
+        }
     return Params(
         embed=vocab,
         layers=layers,
         final_norm=Weight((D,), (None,), "zeros" if config.norm_offset else "ones"),
         head=None if config.tied else vocab,
+        **inputs,
     )
+
+
+def layer_at(layers: Layer | tuple[Layer, ...], config: ModelConfig, index: int) -> Layer:
+    """One layer of the "train" layout."""
+    group, place = config.place(index)
+    stack = layers if isinstance(layers, Layer) else layers[group]
+    return jax.tree.map(lambda leaf: leaf[place], stack)
 
 
 def tiled(params: Params, mesh: Mesh, dtype: DTypeLike) -> Params:
@@ -368,18 +514,20 @@ def repeat_kv(layer: Layer, config: ModelConfig, model_axis: int) -> Layer:
     return layer.replace(**{name: repeat(getattr(layer, name)) for name in names})
 
 
-def join(layer: Layer, config: ModelConfig) -> JoinedLayer:
-    """The layer with its matrices joined; its KV heads are already the rollout's."""
+def join(layer: Layer, config: ModelConfig, K: int) -> JoinedLayer:
+    """The layer with its matrices joined; its KV heads are already the rollout's K."""
     E = config.head_dim
-    K = layer.k.shape[0] // E
 
     def qkv(parts: Sequence[jax.Array]) -> jax.Array:
         return jnp.concatenate([part.reshape(K, -1, E, *part.shape[1:]) for part in parts], axis=1)
 
+    def present(*parts: Any) -> list[Any]:
+        return [part for part in parts if part is not None] or [None]
+
     return joined(
         layer,
-        qkv=low_rank.joined((layer.q, layer.k, layer.v), qkv),
-        qkv_bias=low_rank.joined((layer.q_bias, layer.k_bias, layer.v_bias), qkv),
+        qkv=low_rank.joined(present(layer.q, layer.k, layer.v), qkv),
+        qkv_bias=low_rank.joined(present(layer.q_bias, layer.k_bias, layer.v_bias), qkv),
         gate_up=low_rank.joined((layer.gate, layer.up), jnp.stack),
         gate_up_bias=low_rank.joined((layer.gate_bias, layer.up_bias), jnp.stack),
     )
@@ -395,9 +543,10 @@ def to_rollout(
     """
 
     def unstack(index: int) -> JoinedLayer:
-        layer = jax.tree.map(lambda leaf: leaf[index], params.layers)
+        layer, kind = layer_at(params.layers, config, index), config.kinds[index]
         layer = low_rank.with_scaled_factors(layer) if lora else merged(layer)
-        return join(repeat_kv(layer, config, mesh.shape["model"]), config)
+        axis = mesh.shape["model"]
+        return join(repeat_kv(layer, kind, axis), kind, rollout_kv_heads(kind, axis))
 
     rollout = params.replace(layers=tuple(unstack(index) for index in range(config.num_layers)))
     rollout = tiled(jax.tree.map(lambda leaf: leaf.astype(dtype), rollout), mesh, dtype)

@@ -4,11 +4,11 @@ Let c_s be one linear map of the policy's features of token s, normed. A block a
 positions t, ..., t + B - 1: the embeddings of the anchor, then of the mask token. In every layer, with that layer's own
 matrices, keys and values are those of c_s for all s < t and of the block's own hidden states; so slot s of the cache holds
 the keys and values of c_s. Output j predicts token t + 1 + j, for j = 0, ..., P - 1 (DFlash, arXiv 2602.06036, section 3;
-DSpark, arXiv 2607.05147).
+DSpark, arXiv 2607.05147). In a layer with a window of w tokens, the query at position p sees c_s for s > p - w only.
 
 DFlash 2 (inco.ai/blog/dflash2) convolves the block's hidden states with a few taps along the block, before and after every
-sublayer; the c_s are not convolved. Hidden states and the greedy path were those of z-lab's package dflash 0.1.0 for a
-directory that is written here; no published file was tried.
+sublayer; the c_s are not convolved. Hidden states, also with windows, and the greedy path were those of z-lab's package dflash
+0.1.0 for a directory that is written here; no published file was tried.
 """
 
 from __future__ import annotations
@@ -156,24 +156,37 @@ def draft_block(
         x = ops.rms_norm(x, params.final_norm, config.layers.rms_eps, 0)
         return jax.lax.optimization_barrier(x.T).reshape(B, outputs.stop, -1)[:, outputs]
     last, *kept = params.layers[-1], cache.keys[-1], cache.values[-1]
+    first = first_seen(config, lengths, N)
     normed = arrivals = None
-    for layer, following, keys, values in zip(
-        params.layers, params.layers[1:], cache.keys, cache.values, strict=False
+    for layer, following, keys, values, begin in zip(
+        params.layers, params.layers[1:], cache.keys, cache.values, first, strict=False
     ):
         past = keys, values, lengths, cache.slots_last
         (x, normed), _, _, arrivals = tree_layer(
-            layer, config.layers, (x, normed), following.attention_norm, angles, seen, past, fused, arrivals
+            layer, config.layers, (x, normed), following.attention_norm, angles, seen, past, fused, arrivals, begin
         )  # fmt: skip
     with jax.named_scope("layer"):
         q, k, v = attention_heads(last, config.layers, (x, normed), angles, B, fused)
         q, seen = q[:, :, :, outputs], seen[:, outputs]
-        attended, _ = tree_attention.attend(q, k, v, seen, *kept, lengths, cache.slots_last, fused)
+        begin = None if first[-1] is None else first[-1][:, outputs]
+        past = *kept, lengths, cache.slots_last
+        attended, _ = tree_attention.attend(q, k, v, seen, *past, fused, first=begin)
         x = x.reshape(-1, B, N)[:, :, outputs].reshape(len(x), -1)
         attended = ops.by_feature(attended)
         x, normed = finish_nodes(last, config.layers, x, attended, params.final_norm, fused)
     x = ops.rms_norm(x, params.final_norm, config.layers.rms_eps, 0) if normed is None else normed
     # A CPU is slow at a product that reads its tokens along columns, into which XLA would turn the head's.
     return jax.lax.optimization_barrier(x.T).reshape(B, levels, -1)
+
+
+def first_seen(
+    config: DrafterConfig, lengths: Int[Array, " B"], N: int
+) -> list[Int[Array, "B N"] | None]:
+    """The first position that each query of a block sees, for every layer; None: all."""
+    windows = config.layers.windows or (0,) * config.layers.num_layers
+    places = lengths[:, None] + jnp.arange(N)
+    found = {window: places - window + 1 if window else None for window in dict.fromkeys(windows)}
+    return [found[window] for window in windows]
 
 
 def convolved_layers(
@@ -195,16 +208,18 @@ def convolved_layers(
         return parts.reshape(*array.shape[:-1], -1)
 
     convs = zip(params.attention_conv, params.mlp_conv, strict=True)
-    columns = zip(params.layers, convs, cache.keys, cache.values, strict=True)
-    for layer, (conv, mlp_conv), keys, values in columns:
+    windows = first_seen(config, lengths, N)
+    columns = zip(params.layers, convs, cache.keys, cache.values, windows, strict=True)
+    for layer, (conv, mlp_conv), keys, values, begin in columns:
         with jax.named_scope("layer/attention"):
             y, change = before(conv, config, x, layer.attention_norm, N, 0)
             q, k, v = node_heads(layer, inner, (), (), y, angles, B, fused)
             if layer is params.layers[-1]:
                 q, seen, arrivals = q[:, :, :, :stop], seen[:, :stop], None
                 x, change, N = first(x), first(change), stop
+                begin = None if begin is None else begin[:, :stop]
             attended, arrivals = tree_attention.attend(
-                q, k, v, seen, keys, values, lengths, cache.slots_last, fused, arrivals
+                q, k, v, seen, keys, values, lengths, cache.slots_last, fused, arrivals, begin
             )
             y = ops.project(ops.by_feature(attended), layer.o, layer.o_bias, 0)
             x = x + after(conv, y, change, N, 0)
@@ -363,14 +378,14 @@ def forward_blocks(
 
     @jax.checkpoint
     def advance(
-        x: Array, given: tuple[Layer, Convolution | None, Convolution | None]
+        x: Array, given: tuple[Layer, Convolution | None, Convolution | None, Array | None]
     ) -> tuple[Array, None]:
-        layer, conv, mlp_conv = given
+        layer, conv, mlp_conv, reach = given
         y, change = before(conv, config, x, layer.attention_norm, N, -1)
         q, k, v = heads(layer, config.layers, y, *angles, -1)
         q = q.reshape(*k.shape[:4], -1, config.layers.head_dim)
         past = keys_values(layer, config.layers, c, *past_angles, -1)
-        attended = attend_blocks(q, k, v, anchors, *past, segments, config.causal, block)
+        attended = attend_blocks(q, k, v, anchors, *past, segments, reach, config.causal, block)
         with jax.named_scope("attention"):
             y = ops.project(attended.reshape(*x.shape[:3], -1), layer.o, layer.o_bias, -1)
             x = x + after(conv, y, change, N, -1)
@@ -380,7 +395,10 @@ def forward_blocks(
             return rows(x + after(mlp_conv, y, change, N, -1)), None
 
     x = rows(shared.embed[queries].astype(features.dtype))
-    x, _ = jax.lax.scan(advance, x, (params.layers, params.attention_conv, params.mlp_conv))
+    windows = config.layers.windows
+    reaches = jnp.array([one or tokens.shape[1] + N for one in windows]) if windows else None
+    convs = params.attention_conv, params.mlp_conv
+    x, _ = jax.lax.scan(advance, x, (params.layers, *convs, reaches))
     x = ops.rms_norm(x, params.final_norm, config.layers.rms_eps)
     return x[:, :, config.skipped :]
 
@@ -395,19 +413,21 @@ def attend_blocks(
     keys: Float[Array, "R T K E"],
     values: Float[Array, "R T K E"],
     segments: Int[Array, "R T"],
+    reach: Int[Array, ""] | None,
     causal: bool,
     block: int,
 ) -> Float[Array, "R A N K G E"]:
     """Attention of blocks of N queries to the tokens of their anchor's segment before the anchor, and to their own block.
 
-    anchors[r, a]: the token of row r at which the block begins; -1: no block, and the result is any finite number. `causal`:
-    a query does not see the later ones of its block. At most `block` queries are computed at once (of one block at least),
-    and computed again in the backward pass: no scores of all queries exist.
+    anchors[r, a]: the token of row r at which the block begins; -1: no block, and the result is any finite number. `reach`:
+    the window in tokens, longer than a block; None: none. `causal`: a query does not see the later ones of its block. At most
+    `block` queries are computed at once (of one block at least), and computed again in the backward pass: no scores of all
+    queries exist.
     """
     A, N = q.shape[1:3]
     count = -(-A // max(1, block // N))  # chunks
     keys, values = jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2)
-    one = jax.checkpoint(partial(attend_chunk, keys, values, segments, causal=causal))
+    one = jax.checkpoint(partial(attend_chunk, keys, values, segments, reach, causal=causal))
     return in_chunks(one, -(-A // count), (q, k, v, anchors))
 
 
@@ -415,6 +435,7 @@ def attend_chunk(
     keys: Float[Array, "R K T E"],
     values: Float[Array, "R K T E"],
     segments: Int[Array, "R T"],
+    reach: Int[Array, ""] | None,
     q: Float[Array, "R A N K G E"],
     k: Float[Array, "R A N K E"],
     v: Float[Array, "R A N K E"],
@@ -427,12 +448,16 @@ def attend_chunk(
     own = jnp.take_along_axis(segments, jnp.maximum(anchors, 0), axis=1)
     before = jnp.arange(T) < anchors[:, :, None]
     seen = before & (segments[:, None] == own[:, :, None]) & (own[:, :, None] > 0)
+    seen = seen[:, :, None]
+    if reach is not None:
+        places = anchors[:, :, None] + jnp.arange(N)
+        seen &= jnp.arange(T) > places[..., None] - reach
     within = jnp.tril(jnp.ones((N, N), bool)) if causal else jnp.ones((N, N), bool)
 
     flat = jnp.moveaxis(q, 3, 1).reshape(R, K, A * N * G, E)
     old = contract("rkqe,rkte->rkqt", flat, keys).reshape(R, K, A, N, G, T)
     new = contract("rankge,ramke->rkangm", q, k)
-    old = masked(scale * old, seen[:, None, :, None, None])
+    old = masked(scale * old, seen[:, None, :, :, None])
     new = masked(scale * new, within[:, None])
     top = jax.lax.stop_gradient(jnp.maximum(old.max(-1, keepdims=True), new.max(-1, keepdims=True)))
     old, new = jnp.exp(old - top), jnp.exp(new - top)

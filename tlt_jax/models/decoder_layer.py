@@ -31,19 +31,37 @@ def heads(
     cos: Float[Array, "*A 1 half"],
     sin: Float[Array, "*A 1 half"],
     axis: int,
-) -> tuple[Float[Array, "*A H E"], Float[Array, "*A K E"], Float[Array, "*A K E"]]:
-    """Rotated queries and keys, and values, as heads: [H, E, *A] for axis 0, with angles [E/2, *A]."""
+) -> tuple[Float[Array, "*A H E"], Float[Array, "*A K E"] | None, Float[Array, "*A K E"] | None]:
+    """Rotated queries and keys, and values, as heads: [H, E, *A] for axis 0, with angles [E/2, *A].
+
+    A layer without keys and values of its own has None in their place.
+    """
     if isinstance(layer, Layer):
         q = queries(layer, config, x, cos, sin, axis)
         return q, *keys_values(layer, config, x, cos, sin, axis)
 
     with jax.named_scope("attention"):
         y = ops.project(x, layer.qkv, layer.qkv_bias, axis)
-        at, G = 0 if axis == 0 else -3, layer.qkv.shape[1] - 2  # where K lies in y
-        parts = jnp.split(y, (G, G + 1), axis=at + 1)
-        q, k, v = (jax.lax.collapse(part, at, at + 2) for part in parts)
+        at, G = 0 if axis == 0 else -3, config.num_heads // layer.qkv.shape[0]  # where K lies in y
+        parts = jnp.split(y, (G, G + 1)[: layer.qkv.shape[1] - G], axis=at + 1)
+        q, *kv = (jax.lax.collapse(part, at, at + 2) for part in parts)
         q = rotated(q, layer.q_norm, config, cos, sin, axis, config.score_scale)
-        return q, rotated(k, layer.k_norm, config, cos, sin, axis), v
+        if not kv:
+            return q, None, None
+        k, v = rotated(kv[0], layer.k_norm, config, cos, sin, axis), kv[-1]
+        return q, k, normed_values(v, config, axis)
+
+
+def normed_values(v: Float[Array, "*A K E"], config: ModelConfig, axis: int) -> Array:
+    """Values as attention takes them."""
+    if not config.value_norm:
+        return v
+    return norm(
+        v,
+        jnp.full(config.head_dim, 1 - config.norm_offset, v.dtype),
+        config,
+        1 if axis == 0 else -1,
+    )
 
 
 @jax.named_scope("attention")
@@ -68,11 +86,14 @@ def keys_values(
     cos: Float[Array, "*A 1 half"],
     sin: Float[Array, "*A 1 half"],
     axis: int,
-) -> tuple[Float[Array, "*A K E"], Float[Array, "*A K E"]]:
+) -> tuple[Float[Array, "*A K E"] | None, Float[Array, "*A K E"] | None]:
     """Rotated keys, and values, as of `heads`."""
-    k = by_head(ops.project(x, layer.k, layer.k_bias, axis), config, axis)
-    v = by_head(ops.project(x, layer.v, layer.v_bias, axis), config, axis)
-    v = remats.named(v, remats.HEADS)
+    if layer.k is None:
+        return None, None
+    k = v = by_head(ops.project(x, layer.k, layer.k_bias, axis), config, axis)
+    if layer.v is not None:
+        v = by_head(ops.project(x, layer.v, layer.v_bias, axis), config, axis)
+    v = normed_values(remats.named(v, remats.HEADS), config, axis)
     return rotated(k, layer.k_norm, config, cos, sin, axis), v
 
 
@@ -112,8 +133,11 @@ def rotated(
         x = norm(x, weight, config, width)
     if scale != 1:
         x = scale * x
-    first, second = jnp.split(x, 2, axis=width)  # pairs (i, i + E/2) are rotated
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=width)
+    half = cos.shape[0 if axis == 0 else -1]  # pairs (i, i + half) are rotated
+    at = 2 if 2 * half == x.shape[width] else (half, 2 * half)
+    first, second, *rest = jnp.split(x, at, axis=width)
+    turned = first * cos - second * sin, second * cos + first * sin
+    return jnp.concatenate([*turned, *rest], axis=width)
 
 
 def finish(
@@ -122,8 +146,9 @@ def finish(
     x: Float[Array, "*A D"],
     attended: Float[Array, "*A HE"],
     axis: int,
+    given: Float[Array, "*A P"] | None = None,
 ) -> Float[Array, "*A D"]:
-    """The layer's output: the projection of attention's result is added, then the MLP."""
+    """The layer's output: the projection of attention's result is added, then the MLP, then what is `given` of each token."""
     scale = config.residual_scale
 
     def add(
@@ -138,7 +163,13 @@ def finish(
 
     with jax.named_scope("mlp"):
         inner = gated(layer, norm(x, layer.mlp_norm, config, axis), axis, config.activation)
-        return add(x, inner, layer.down, layer.down_bias, layer.mlp_out_norm)
+        x = add(x, inner, layer.down, layer.down_bias, layer.mlp_out_norm)
+
+    if given is not None:
+        with jax.named_scope("token"):
+            gate = ACTIVATIONS[config.activation](ops.project(x, layer.input_gate, None, axis))
+            x = add(x, gate * given, layer.input_out, None, layer.input_norm)
+    return x if layer.out_scale is None else x * jax.lax.stop_gradient(layer.out_scale)
 
 
 def finish_nodes(
@@ -148,11 +179,12 @@ def finish_nodes(
     attended: Float[Array, "HE BN"],
     next_norm: Float[Array, " D"] | None,
     fused: Fused | None,
+    given: Float[Array, "P BN"] | None = None,
 ) -> tuple[Float[Array, "D BN"], Float[Array, "D BN"] | None]:
     """`finish` of tree nodes, by kernels where there are some; and that normed by `next_norm` where one kernel makes both."""
     eps = config.rms_eps
     if not config.is_usual:
-        return finish(layer, config, x, attended, 0), None
+        return finish(layer, config, x, attended, 0, given), None
 
     def add(
         x: Array, y: Array, weight: Array | LowRank | Tiles, bias: Array | None, arrivals: Array | None, norm: Array | None
@@ -224,21 +256,26 @@ def packed_layer(
     mesh: Mesh | None = None,
     for_cache: bool = False,
     index: int | Int[Array, ""] = 0,
+    kv: tuple[Float[Array, "B T K E"], Float[Array, "B T K E"]] | None = None,
+    given: Float[Array, "B T P"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T K E"], Float[Array, "B T K E"]]:
-    """The layer's output, and its keys and values. `index`: of the layer.
+    """The layer's output, and the keys and values to which it attends. `index`: of the layer.
 
-    `for_cache`: values are finite, and keys NaN where values were not: tokens that see them are NaN, no others. At padding
-    both are finite. Without it, a token that is not finite may make its whole row so; such an update is skipped.
+    `kv`: those of another layer, for one that has none. `given`: what the layer gets of each token. `for_cache`: values are
+    finite, and keys NaN where values were not: tokens that see them are NaN, no others. At padding both are finite. Without
+    it, a token that is not finite may make its whole row so; such an update is skipped.
     """
     y = norm(x, layer.attention_norm, config)
     q, k, v = heads(layer, config, y, *angles, axis=-1)
-    if for_cache:
+    if k is None:
+        k, v = kv
+    elif for_cache:
         k = jnp.where(sound(v)[..., None], k, jnp.nan)
         k, v = jnp.where((segments > 0)[:, :, None, None], k, 0), finite(v)
     q = q.reshape(*k.shape[:3], -1, config.head_dim)
-    given = {"block": block, "longest": longest, "mesh": mesh, "cap": config.score_cap}
+    options = {"block": block, "longest": longest, "mesh": mesh, "cap": config.score_cap}
     forms = {
-        window: partial(packed_attention.attend, **given, window=window or None)
+        window: partial(packed_attention.attend, **options, window=window or None)
         for window in config.windows or (0,)
     }
     if len(forms) == 1 or isinstance(index, int):
@@ -248,7 +285,7 @@ def packed_layer(
     else:
         which = jnp.array([[*forms].index(window) for window in config.windows])[index]
         attended = jax.lax.switch(which, [*forms.values()], q, k, v, segments)
-    return finish(layer, config, x, attended.reshape(*x.shape[:2], -1), axis=-1), k, v
+    return finish(layer, config, x, attended.reshape(*x.shape[:2], -1), -1, given), k, v
 
 
 @shaped
@@ -279,23 +316,27 @@ Angles = tuple[Array, Array]  # cosine and sine
 
 
 def angles_by_layer(
-    config: ModelConfig, angles: Callable[[Rope], Angles]
+    config: ModelConfig, angles: Callable[[ModelConfig, Rope], Angles]
 ) -> Callable[[int | Array], Angles]:
     """The cosine and sine of a layer, by its index, from those of a rotary embedding; 1 and 0 in a layer without one.
 
     Each rotary embedding is computed once.
     """
 
-    def rotation(rope: Rope | None) -> Angles:
+    def rotation(kind: ModelConfig, rope: Rope | None) -> Angles:
         if rope is not None:
-            return angles(rope)
-        cos, sin = angles(config.rope)
+            return angles(kind, rope)
+        cos, sin = angles(kind, config.rope)
         return jnp.ones_like(cos), jnp.zeros_like(sin)
 
-    found = {rope: rotation(rope) for rope in dict.fromkeys(config.ropes)}
-    which, kinds = [[*found].index(rope) for rope in config.ropes], [*found.values()]
+    pairs = [(kind.head_dim, rope) for kind, rope in zip(config.kinds, config.ropes, strict=True)]
+    found = {
+        pair: rotation(config.kinds[pairs.index(pair)], pair[1]) for pair in dict.fromkeys(pairs)
+    }
+    which, kinds = [[*found].index(pair) for pair in pairs], [*found.values()]
     # Made here, so that a scan over the layers does not make them in each.
-    cos, sin = map(jnp.stack, zip(*kinds, strict=True)) if len(kinds) > 1 else kinds[0]
+    if len(config.groups) == 1:
+        cos, sin = map(jnp.stack, zip(*kinds, strict=True)) if len(kinds) > 1 else kinds[0]
 
     def at(index: int | Array) -> Angles:
         if len(kinds) == 1 or isinstance(index, int):
@@ -314,7 +355,9 @@ def node_heads(
     angles: tuple[Float[Array, "half BN"], Float[Array, "half BN"]],
     batch: int,
     fused: Fused | None,
-) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
+) -> tuple[
+    Float[Array, "B K G N E"], Float[Array, "B K E N"] | None, Float[Array, "B K N E"] | None
+]:
     """`heads` of the nodes of B trees as tree_attention.attend takes it, by a kernel where there is one.
 
     The matrices read the inputs, each normed alone, below each other. `y`: that, where it is made; a layer without these norms
@@ -326,13 +369,13 @@ def node_heads(
     biases = (layer.qkv_bias,) if joined else (layer.q_bias, layer.k_bias, layer.v_bias)
     changed = is_low_rank(matrices[0])
     K = layer.qkv.shape[0] if joined else layer.k.shape[0] // E
-    G = layer.qkv.shape[1] - 2 if joined else layer.q.shape[0] // (K * E)
+    G = config.num_heads // K
     given = (
         (matrices[0].weight,) if changed else matrices, biases, (layer.q_norm, layer.k_norm), angles, (K, G, E), batch,
         eps, fused,
     )  # fmt: skip
     with jax.named_scope("attention"):
-        found, is_usual = None, config.is_usual
+        found, is_usual = None, config.is_usual and config.rope.fraction == 1
         is_plain = is_usual and all(isinstance(matrix, jax.Array) for matrix in matrices)
         if inputs and is_plain:
             found = projections.heads(inputs, norms, *given)
@@ -344,7 +387,12 @@ def node_heads(
         if is_plain or (changed and is_usual):
             change = ops.change(y, layer.qkv, 0) if changed else None
             found = product_parts.heads(y, *given, change)
-    return ops.by_node(*heads(layer, config, y, *angles, 0), batch) if found is None else found
+    if found is not None:
+        return found
+    q, k, v = heads(layer, config, y, *angles, 0)
+    if k is None:
+        return ops.queries_by_node(q, K, batch), None, None
+    return ops.by_node(q, k, v, batch)
 
 
 def attention_heads(
@@ -354,7 +402,9 @@ def attention_heads(
     angles: tuple[Float[Array, "half BN"], Float[Array, "half BN"]],
     batch: int,
     fused: Fused | None,
-) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
+) -> tuple[
+    Float[Array, "B K G N E"], Float[Array, "B K E N"] | None, Float[Array, "B K N E"] | None
+]:
     """`node_heads` of a layer that reads x; x: also normed, where a kernel made that too."""
     x, normed = x
     if not config.is_usual:
@@ -377,6 +427,8 @@ def tree_layer(
     arrivals: Int32[Array, "B K tiles"] | None = None,
     first: Int[Array, "B N"] | None = None,
     wraps: bool = False,
+    kv: tuple[Float[Array, "B K E N"], Float[Array, "B K N E"]] | None = None,
+    given: Float[Array, "P BN"] | None = None,
 ) -> tuple[
     tuple[Float[Array, "D BN"], Float[Array, "D BN"] | None],
     Float[Array, "B K E N"],
@@ -386,11 +438,13 @@ def tree_layer(
     """The layer's output, the keys and values of tree nodes, and `arrivals` of the next layer's tree_attention.attend.
 
     `past`: the cached keys and values, the number of committed slots of each sequence, and whether the values have slots
-    on their last axis. `first`, `wraps`: see tree_attention.attend. x and the output: also normed, for this layer and by
-    `next_norm`, where one kernel made both.
+    on their last axis. `first`, `wraps`: see tree_attention.attend. `kv`: of the nodes in another layer, and `past` of that
+    layer, for one that has none; `given`: what the layer gets of each token. x and the output: also normed, for this layer
+    and by `next_norm`, where one kernel made both.
     """
     q, k, v = attention_heads(layer, config, x, angles, ancestors.shape[0], fused)
-    given = *past, fused, arrivals, first, wraps, config.score_cap
-    attended, arrivals = tree_attention.attend(q, k, v, ancestors, *given)
-    ended = finish_nodes(layer, config, x[0], ops.by_feature(attended), next_norm, fused)
+    k, v = kv if k is None else (k, v)
+    options = *past, fused, arrivals, first, wraps, config.score_cap
+    attended, arrivals = tree_attention.attend(q, k, v, ancestors, *options)
+    ended = finish_nodes(layer, config, x[0], ops.by_feature(attended), next_norm, fused, given)
     return ended, k, v, arrivals

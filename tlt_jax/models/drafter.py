@@ -42,6 +42,7 @@ from tlt_jax.models.architecture import (
     Layer,
     ModelConfig,
     Params,
+    Rope,
     head,
     join,
     layer_weights,
@@ -279,6 +280,10 @@ def for_policy(policy: ModelConfig, kind: str, **changes: Any) -> DrafterConfig:
     given |= {"family": family, "num_layers": NEW_LAYERS if row.is_block else 1}
     given |= {"qkv_bias": family == "qwen2", "qk_norm": "head" if family == "qwen3" else ""}
     inner = {one.name for one in fields(ModelConfig)} & {*changes}
+    if (
+        policy.rope.kind == "longrope" or policy.rope.fraction != 1
+    ):  # which no drafter's layers have
+        given |= {"rope": Rope(policy.rope.theta)}
     layers = replace(policy, **given | {name: changes.pop(name) for name in inner})
     own = {"draft_vocab_size": size} | row.new(policy) | changes
     config = DrafterConfig(kind, layers, policy.num_layers, **own)
@@ -512,7 +517,7 @@ def to_rollout(
     if config.is_block:
         layers = [unstack(index) for index in range(sizes.num_layers)]
         context_kv = jnp.stack([jnp.stack([heads(one.k), heads(one.v)]) for one in layers])
-        joined = tuple(join(layer, sizes) for layer in layers)
+        joined = tuple(join(layer, sizes, rollout_kv_heads(sizes, model_axis)) for layer in layers)
         rollout = params.replace(
             layers=joined,
             attention_conv=apart(params.attention_conv),

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from tlt_jax import keys, run_folder
-from tlt_jax.config import Config, parse
+from tlt_jax.config import Config, parse, validate
 from tlt_jax.config.schema import ADAPTIVE, AUTO, HUB, NGRAM, NONE
 from tlt_jax.data import adapter_files
 from tlt_jax.distributed import mesh as meshes
@@ -47,8 +47,10 @@ def model_config(config: Config, tokenizer: Any) -> ModelConfig:
     """
     eos_ids = () if tokenizer is None else (tokenizer.eos_token_id,)
     if config.model.path:
-        return hf_config.read_config(policy_directory(config), eos_ids, config.model.init)
-    return hf_config.new_config(config.model.init, len(tokenizer), eos_ids)
+        found = hf_config.read_config(policy_directory(config), eos_ids, config.model.init)
+    else:
+        found = hf_config.new_config(config.model.init, len(tokenizer), eos_ids)
+    return found.for_sequences(config.data.max_prompt_tokens + validate.answer_limit(config))
 
 
 def warn_of_tokenizer(config: Config, tokenizer: Any) -> None:

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cache
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +38,9 @@ TOP = {
     "embed": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
     "head": "lm_head.weight",
+    "inputs_embed": "model.embed_tokens_per_layer.weight",
+    "inputs_project": "model.per_layer_model_projection.weight",
+    "inputs_norm": "model.per_layer_projection_norm.weight",
 }
 IN_LAYER = {
     "attention_norm": "input_layernorm.weight",
@@ -59,6 +61,10 @@ IN_LAYER = {
     "gate_bias": "mlp.gate_proj.bias",
     "up_bias": "mlp.up_proj.bias",
     "down_bias": "mlp.down_proj.bias",
+    "input_gate": "per_layer_input_gate.weight",
+    "input_out": "per_layer_projection.weight",
+    "input_norm": "post_per_layer_input_norm.weight",
+    "out_scale": "layer_scalar",
 }
 LLAMA = FAMILIES["llama"]
 log = logging.getLogger(__name__)
@@ -90,7 +96,7 @@ class Tensor(NamedTuple):
 
     `leaf`: a path of attributes, as "layers.q". `layer`: the index of the tensor in a leaf that is stacked, else None.
     dtype None: the dtype of the weights. `below`: further leaves of the tensor, which has one below the other; `rows`: of
-    each.
+    each. `columns`: of each, where each also stands to the right of the one before, and zeros around them; 0: where not.
     """
 
     name: str
@@ -100,6 +106,7 @@ class Tensor(NamedTuple):
     dtype: str | None = None
     below: tuple[str, ...] = ()
     rows: tuple[int, ...] = ()
+    columns: int = 0
 
     @property
     def leaves(self) -> tuple[str, ...]:
@@ -111,8 +118,19 @@ def tensors(config: ModelConfig) -> Iterator[Tensor]:
     """Every tensor of a model's files, in the order of the network."""
     D, V = config.hidden_size, config.vocab_size
     yield Tensor(TOP["embed"], (V, D), "embed", None)
+    if P := config.token_inputs:
+        width = config.num_layers * P
+        shapes = {"inputs_embed": (V, width), "inputs_project": (width, D), "inputs_norm": (P,)}
+        for leaf, shape in shapes.items():
+            yield Tensor(TOP[leaf], shape, leaf, None)
     family, layers = FAMILIES[config.family], weights(config, 1).layers
-    yield from layer_tensors("model.layers.{}.", layers, config.num_layers, family)
+    if isinstance(layers, Layer):
+        yield from layer_tensors("model.layers.{}.", layers, config.num_layers, family)
+    else:
+        for index in range(config.num_layers):
+            group, place = config.place(index)
+            prefix, leaf = f"model.layers.{index}.", f"layers.{group}"
+            yield from tensors_of_layer(prefix, layers[group], family, leaf, place)
     yield Tensor(TOP["final_norm"], (D,), "final_norm", None)
     if not config.tied:
         yield Tensor(TOP["head"], (V, D), "head", None)
@@ -122,23 +140,28 @@ def layer_tensors(
     prefix: str, layers: Layer, count: int, family: Family = LLAMA
 ) -> Iterator[Tensor]:
     """The tensors of `count` layers with these Weights; a prefix without {} is that of one layer, which is not stacked."""
-    is_stacked = "{}" in prefix
+    for layer in range(count):
+        place = layer if "{}" in prefix else None
+        yield from tensors_of_layer(prefix.format(layer), layers, family, "layers", place)
+
+
+def tensors_of_layer(
+    prefix: str, layers: Layer, family: Family, leaf: str, place: int | None
+) -> Iterator[Tensor]:
+    """The tensors of one layer: that at `place` of a stack of Weights, which is the leaf of this name; None: not stacked."""
     wholes = {fields[0]: (name, fields) for name, fields in family.joined.items()}
     parts = {field for fields in family.joined.values() for field in fields[1:]}
-    for layer in range(count):
-        for field, name in (IN_LAYER | family.renamed).items():
-            weight = getattr(layers, field)
-            if weight is None or field in parts:
-                continue
-            name, fields = wholes.get(field, (name, (field,)))
-            shapes = [getattr(layers, one).shape[1 if is_stacked else 0 :] for one in fields]
-            rows = tuple(shape[0] for shape in shapes)
-            shape, leaves = (sum(rows), *shapes[0][1:]), [f"layers.{one}" for one in fields]
-            index, below = layer if is_stacked else None, tuple(leaves[1:])
-            yield Tensor(
-                prefix.format(layer) + name, shape, leaves[0], index,
-                below=below, rows=rows if below else (),
-            )  # fmt: skip
+    for field, name in (IN_LAYER | family.renamed).items():
+        if getattr(layers, field) is None or field in parts:
+            continue
+        name, fields = wholes.get(field, (name, (field,)))
+        shapes = [getattr(layers, one).shape[0 if place is None else 1 :] for one in fields]
+        rows = tuple(shape[0] for shape in shapes)
+        shape, leaves = (sum(rows), *shapes[0][1:]), [f"{leaf}.{one}" for one in fields]
+        below = tuple(leaves[1:])
+        yield Tensor(
+            prefix + name, shape, leaves[0], place, below=below, rows=rows if below else ()
+        )
 
 
 def resolve(path: str | Path) -> Path:
@@ -169,7 +192,13 @@ def load(directory: str | Path, config: ModelConfig, mesh: Mesh, dtype: DTypeLik
         stored = open_tensors(directory, stack)
         if theirs := text_names(stored):
             stored = {ours: stored[name] for ours, name in theirs.items()}
-        check_tensors(directory, wanted, stored, {TOP["head"]} if config.tied else set())
+        unread = {TOP["head"]} if config.tied else set()
+        for layer in set(range(config.num_layers)) - {
+            *config.cached_layers
+        }:  # some files have them
+            names = "k_proj", "v_proj", "k_norm", "v_norm"
+            unread |= {f"model.layers.{layer}.self_attn.{name}.weight" for name in names}
+        check_tensors(directory, wanted, stored, unread)
         return read_tree(abstract(config, mesh, "train", dtype), wanted, stored)
 
 
@@ -224,6 +253,8 @@ class StoredRows(NamedTuple):
     stored: Any
     first: int
     count: int
+    left: int = 0  # columns of other leaves before its own
+    columns: int = 0  # of its own; 0: all
 
     @classmethod
     def of(cls, stored: Mapping[str, Any], tensor: Tensor, leaf: str) -> Any:
@@ -231,14 +262,17 @@ class StoredRows(NamedTuple):
         if not tensor.below:
             return stored[tensor.name]
         place = tensor.leaves.index(leaf)
-        return cls(stored[tensor.name], sum(tensor.rows[:place]), tensor.rows[place])
+        first, left = sum(tensor.rows[:place]), tensor.columns * place
+        return cls(stored[tensor.name], first, tensor.rows[place], left, tensor.columns)
 
     def get_shape(self) -> list[int]:
-        return [self.count, *self.stored.get_shape()[1:]]
+        rest = self.stored.get_shape()[1:]
+        return [self.count, *([self.columns] if self.columns else rest)]
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        rows, *rest = index
-        return self.stored[(slice(self.first + rows.start, self.first + rows.stop), *rest)]
+        starts = self.first, self.left, *[0] * len(index[2:])
+        moved = [slice(n + one.start, n + one.stop) for n, one in zip(starts, index, strict=False)]
+        return self.stored[tuple(moved)]
 
 
 def read(
@@ -454,18 +488,37 @@ def host_copy(tree: PyTree, tensor: Tensor, mesh: Mesh, dtype: np.dtype) -> np.n
     """
     if tensor.below:
         alone = [tensor._replace(leaf=leaf, below=(), rows=()) for leaf in tensor.leaves]
-        shapes = [(count, *tensor.shape[1:]) for count in tensor.rows]
+        width = [tensor.columns] if tensor.columns else tensor.shape[1:]
+        shapes = [(count, *width) for count in tensor.rows]
         copies = [
             host_copy(tree, one._replace(shape=shape), mesh, dtype)
             for one, shape in zip(alone, shapes, strict=True)
         ]
-        return np.concatenate(copies)
-    leaf, shape = attrgetter(tensor.leaf)(tree), tensor.shape
+        return block_diagonal(copies) if tensor.columns else np.concatenate(copies)
+    leaf, shape = leaf_at(tree, tensor.leaf), tensor.shape
     if leaf is None:
         return np.zeros(shape, dtype)
     layer = None if tensor.layer is None else jnp.int32(tensor.layer)
     array = np.asarray(jax.block_until_ready(fetcher(mesh, dtype)(leaf, layer)))
     return array[: shape[0]] if array.ndim == len(shape) else array.reshape(shape)
+
+
+def leaf_at(tree: PyTree, path: str) -> Any:
+    """The leaf at a path of attributes and places in tuples, as Tensor has it."""
+    for name in path.split("."):
+        tree = tree[int(name)] if name.isdigit() else getattr(tree, name)
+    return tree
+
+
+def block_diagonal(parts: Iterable[np.ndarray]) -> np.ndarray:
+    """The matrices, each below and to the right of the one before, and zeros around them."""
+    parts = list(parts)
+    found = np.zeros(np.sum([part.shape for part in parts], axis=0), parts[0].dtype)
+    row = column = 0
+    for part in parts:
+        found[row : row + part.shape[0], column : column + part.shape[1]] = part
+        row, column = row + part.shape[0], column + part.shape[1]
+    return found
 
 
 @cache

@@ -1,4 +1,9 @@
-"""Adapters in the format of Hugging Face's peft: adapter_config.json and adapter_model.safetensors."""
+"""Adapters in the format of Hugging Face's peft: adapter_config.json and adapter_model.safetensors.
+
+Where the files of a model type join matrices, such as q, k and v of Phi in qkv_proj, so do those of its adapters. The factors
+of n parts are written as one adapter of n times the rank: the a below each other, the b on a block diagonal. Read is also the
+adapter that peft makes: one a, which every part gets, and the rows of b.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +25,7 @@ from tlt_jax.errors import ModelError
 from tlt_jax.models import hf, lora as adapting
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.hf import Tensor
+from tlt_jax.models.hf_config import FAMILIES
 from tlt_jax.models.lora import Adapters
 from tlt_jax.models.low_rank import Lora
 
@@ -32,7 +38,7 @@ NEUTRAL = {
     "lora_bias": False,
     **dict.fromkeys(
         ("modules_to_save", "layers_to_transform", "layers_pattern", "layer_replication", "target_parameters",
-         "rank_pattern", "alpha_pattern", "trainable_token_indices", "megatron_config", "alora_invocation_tokens",
+         "trainable_token_indices", "megatron_config", "alora_invocation_tokens",
          "velora_config", "monteclora_config", "use_bdlora", "arrow_config", "kasa_config")
     ),
 }  # fmt: skip
@@ -41,10 +47,17 @@ READ = (
     "peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "init_lora_weights",
     "target_modules", "exclude_modules", "lora_dropout", "inference_mode", "revision", "auto_mapping", "peft_version",
     "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size",
-    "runtime_config", "ensure_weight_tying",
+    "runtime_config", "ensure_weight_tying", "rank_pattern", "alpha_pattern",
 )  # fmt: skip
 # Values of init_lora_weights that leave the base's weights alone.
+MERGE = "merge the adapter with peft's merge_and_unload, and give the merged model"
 STARTS = (True, False, "gaussian", "eva", "orthogonal")
+# Targets of types whose files join matrices -> the targets that they join.
+JOINED = {
+    name.split(".")[1]: tuple(f"{part}_proj" for part in parts)
+    for family in FAMILIES.values()
+    for name, parts in family.joined.items()
+}
 LAYER = r"base_model\.model\.model\.layers\.\d+\."
 NAME = re.compile(LAYER + r"(?:self_attn|mlp)\.(\w+)\.lora_A\.weight")
 
@@ -63,6 +76,9 @@ def read_lora(directory: Path) -> Lora:
     with ExitStack() as stack:
         matches = map(NAME.fullmatch, hf.slices(directory / WEIGHTS, stack))
         found = {match[1] for match in matches if match}
+    joined = found & {*JOINED}
+    check_patterns(path, raw, {name: len(JOINED[name]) for name in joined}, rank, alpha)
+    found = found - joined | {part for name in joined for part in JOINED[name]}
     if unknown := sorted(found - set(LORA_TARGETS)) or not found:
         which = unknown[0] if found else "no matrix of a layer"
         raise ModelError(
@@ -71,6 +87,16 @@ def read_lora(directory: Path) -> Lora:
     factor = rank**0.5 if raw.get("use_rslora") else 1  # arXiv 2312.03732: alpha / sqrt(rank)
     targets = tuple(one for one in LORA_TARGETS if one in found)
     return Lora(int(rank), alpha * factor, targets)
+
+
+def check_patterns(
+    path: Path, raw: Mapping[str, Any], parts: Mapping[str, int], rank: float, alpha: float
+) -> None:
+    """Raises ModelError unless rank_pattern and alpha_pattern are absent or those of `adapter_config`; `parts`: by target."""
+    for name, value in (("rank_pattern", rank), ("alpha_pattern", alpha)):
+        given = raw.get(name) or {}
+        if given and (raw.get("use_rslora") or given != {one: parts[one] * value for one in parts}):
+            raise ModelError(f"{path}: {name} {given!r} is not supported: {MERGE}")
 
 
 def refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> None:
@@ -82,28 +108,40 @@ def refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> None:
     for name, value in raw.items():
         is_neutral = value == NEUTRAL[name] if name in NEUTRAL else not value
         if name not in READ and not (is_neutral or value in (None, False, [], {})):
-            raise ModelError(
-                f"{path}: {name} {value!r} is not supported: merge the adapter with peft's merge_and_unload, and give the "
-                "merged model"
-            )
+            raise ModelError(f"{path}: {name} {value!r} is not supported: {MERGE}")
     start = raw.get("init_lora_weights", True)
     if start not in STARTS:
-        raise ModelError(
-            f"{path}: init_lora_weights {start!r} changed the base's weights: merge the adapter with peft's "
-            "merge_and_unload, and give the merged model"
-        )
+        raise ModelError(f"{path}: init_lora_weights {start!r} changed the base's weights: {MERGE}")
 
 
-def tensors(lora: Lora, model: ModelConfig) -> Iterator[Tensor]:
-    """Every tensor of the file; `leaf`: the field of Layer and the factor, "q.a"."""
-    spec = adapting.weights(lora, model, 1)
+def tensors(lora: Lora, model: ModelConfig, shares_a: bool = False) -> Iterator[Tensor]:
+    """Every tensor of the file; `leaf`: the field of Layer and the factor, "q.a".
+
+    `shares_a`: of joined matrices, one `a` is that of every part, as in the files of peft.
+    """
+    whole, joined = adapting.weights(lora, model, 1), FAMILIES[model.family].joined
+    wholes = {parts[0]: (name, parts) for name, parts in joined.items()}
+    behind = {part for parts in joined.values() for part in parts[1:]}
     for layer in range(model.num_layers):
-        for name, adapter in spec.present.items():
-            matrix = f"layers.{layer}.{hf.IN_LAYER[name].removesuffix('.weight')}"
+        group, place = model.place(layer)
+        spec = (whole.groups[group] if whole.groups else whole).present
+        prefix = f"groups.{group}." if whole.groups else ""
+        for name in (name for name in spec if name not in behind):
+            matrix, parts = wholes.get(name, (hf.IN_LAYER[name], (name,)))
+            file_name = f"base_model.model.model.layers.{layer}.{matrix.removesuffix('.weight')}"
             for factor in ("a", "b"):
-                shape = getattr(adapter, factor).shape[1:]
-                file_name = f"base_model.model.model.{matrix}.lora_{factor.upper()}.weight"
-                yield Tensor(file_name, shape, f"{name}.{factor}", layer)
+                shapes = [getattr(spec[part], factor).shape[1:] for part in parts]
+                leaves = [f"{prefix}{part}.{factor}" for part in parts]
+                rows = [one[0] for one in shapes]
+                named, width = f"{file_name}.lora_{factor.upper()}.weight", shapes[0][1]
+                if len(parts) == 1 or (factor == "a" and shares_a):
+                    for leaf in leaves:
+                        yield Tensor(named, shapes[0], leaf, place)
+                    continue
+                columns = width if factor == "b" and not shares_a else 0
+                shape = sum(rows), width * len(parts) if columns else width
+                below = tuple(leaves[1:])
+                yield Tensor(named, shape, leaves[0], place, None, below, tuple(rows), columns)
 
 
 def load(directory: Path, lora: Lora, model: ModelConfig, mesh: Mesh, dtype: DTypeLike) -> Adapters:
@@ -111,11 +149,27 @@ def load(directory: Path, lora: Lora, model: ModelConfig, mesh: Mesh, dtype: DTy
 
     Each process reads only the bytes of its own shards. Raises ModelError, naming tensors that do not fit the model.
     """
-    wanted = [*tensors(lora, model)]
+    shares_a = not settings(directory).get("rank_pattern")
+    wanted = [*tensors(lora, model, shares_a)]
     with ExitStack() as stack:
         stored = hf.slices(directory / WEIGHTS, stack)
         hf.check_tensors(directory, wanted, stored, set(), f"{CONFIG} and base")
+        for tensor in wanted:
+            if tensor.columns:
+                check_blocks(directory, tensor, stored[tensor.name][:])
         return hf.read_tree(adapting.abstract(lora, model, mesh, dtype), wanted, stored)
+
+
+def check_blocks(directory: Path, tensor: Tensor, whole: np.ndarray) -> None:
+    """Raises ModelError unless a matrix has numbers on its block diagonal alone."""
+    first = np.cumsum((0, *tensor.rows))
+    kept = np.zeros(whole.shape, bool)
+    for part, (begin, end) in enumerate(zip(first, first[1:], strict=False)):
+        kept[begin:end, part * tensor.columns : (part + 1) * tensor.columns] = True
+    if (whole[~kept] != 0).any():
+        raise ModelError(
+            f"{directory / WEIGHTS}: {tensor.name} changes several of the matrices that it joins at once: {MERGE}"
+        )
 
 
 def save(
@@ -136,7 +190,8 @@ def save(
     wanted, dtype = [*tensors(lora, model)], jnp.dtype(dtype)
     if jax.process_index() == 0:
         directory.mkdir(parents=True, exist_ok=True)
-        for name, value in {CONFIG: adapter_config(lora, base), **files}.items():
+        described = adapter_config(lora, base, FAMILIES[model.family].joined)
+        for name, value in {CONFIG: described, **files}.items():
             hf.write_json(directory / name, value)
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
@@ -144,15 +199,19 @@ def save(
     hf.write_shard(directory / WEIGHTS, wanted, dtype, arrays)
 
 
-def adapter_config(lora: Lora, base: str) -> dict[str, Any]:
-    """The content of adapter_config.json."""
+def adapter_config(lora: Lora, base: str, joined: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """The content of adapter_config.json; `joined`: see hf_config.Family."""
+    alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
+    found = {name.split(".")[1]: parts for name, parts in joined.items() if parts[0] in lora.fields}
+    inside = {f"{part}_proj" for parts in found.values() for part in parts}
+    counts = {name: len(parts) for name, parts in found.items()}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
-        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
-        "target_modules": list(lora.targets),
+        "lora_alpha": alpha,
+        "target_modules": [*found, *(one for one in lora.targets if one not in inside)],
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -160,8 +219,8 @@ def adapter_config(lora: Lora, base: str) -> dict[str, Any]:
         "use_dora": False,
         "init_lora_weights": True,
         "modules_to_save": None,
-        "rank_pattern": {},
-        "alpha_pattern": {},
+        "rank_pattern": {name: count * lora.rank for name, count in counts.items()},
+        "alpha_pattern": {name: count * alpha for name, count in counts.items()},
         "inference_mode": True,
     }
 

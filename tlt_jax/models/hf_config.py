@@ -15,6 +15,9 @@ from tlt_jax.models.architecture import ModelConfig, Rope
 Raw = Mapping[str, Any]  # of a config.json
 
 
+ROPES = "default", "linear", "llama3", "yarn"
+
+
 class Family(NamedTuple):
     """How a model type differs from the others, in its config.json and in the tensors of its files.
 
@@ -23,7 +26,8 @@ class Family(NamedTuple):
     whether a layer has the window, where layer_types does not say so. `local_theta`: the base of rotary embeddings of these
     layers, where they have their own; 0: that of the others, unscaled. `activation`: the entry and its value. `renamed`:
     field of Layer -> its tensor in a layer, where that is not hf.IN_LAYER's. `joined`: a tensor in a layer that has those of
-    several fields, one below the other -> these fields.
+    several fields, one below the other -> these fields. `ropes`: types of rotary embeddings; where they are others than
+    usual, partial_rotary_factor is read.
     """
 
     architecture: str
@@ -36,6 +40,7 @@ class Family(NamedTuple):
     activation: tuple[str, str] = ("hidden_act", "silu")
     renamed: Mapping[str, str] = {}
     joined: Mapping[str, tuple[str, ...]] = {}
+    ropes: tuple[str, ...] = ROPES
 
 
 def read_biases(raw: Raw) -> dict[str, Any]:
@@ -121,7 +126,8 @@ def read_windows(raw: Raw, family: Family) -> tuple[int, ...]:
             (len(kinds) != count, f"layer_types has {len(kinds)} entries for {count} layers: give each layer one"),
         )  # fmt: skip
         found = [kind == "sliding_attention" for kind in kinds]
-    if not any(found) or window >= raw["max_position_embeddings"]:
+    says_more = "global_head_dim" in raw  # there layers without a window have other shapes
+    if not any(found) or (window >= raw["max_position_embeddings"] and not says_more):
         return ()
     return tuple(window if has else 0 for has in found)
 
@@ -166,8 +172,10 @@ def write_ropes(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_phi3(config: ModelConfig) -> dict[str, Any]:
-    original = {"original_max_position_embeddings": config.max_positions}
-    return write_window(config) | original | NO_PADDING
+    original = config.rope.original_max_positions or config.max_positions
+    return write_window(config) | NO_PADDING | {
+        "original_max_position_embeddings": original, "partial_rotary_factor": config.rope.fraction
+    }  # fmt: skip
 
 
 def read_olmo(raw: Raw) -> dict[str, Any]:
@@ -213,6 +221,65 @@ def write_gemma3(config: ModelConfig) -> dict[str, Any]:
     return write_gemma(config) | local | write_ropes(config)
 
 
+def read_gemma4(raw: Raw) -> dict[str, Any]:
+    """The text model of Gemma 4: heads of another width in layers without a window, and keys and values for several layers."""
+    count, rows = raw["num_hidden_layers"], raw.get("vocab_size_per_layer_input", raw["vocab_size"])
+    windows = read_windows(raw, FAMILIES["gemma4_text"]) or (0,) * count
+    full, own = full_layers(raw, windows), windows[: count - raw["num_kv_shared_layers"]]
+    refuse(
+        (windows[-1], "layer_types: the last layer has to be full_attention"),
+        (raw.get("use_bidirectional_attention") == "all", "use_bidirectional_attention 'all' is not supported"),
+        (raw.get("enable_moe_block"), "enable_moe_block true: mixture of experts is not supported, use a dense model"),
+        (raw["hidden_size_per_layer_input"] and rows != raw["vocab_size"],
+         f"vocab_size_per_layer_input {rows} is not vocab_size {raw['vocab_size']}"),
+        ({*windows} != {*own},
+         f"num_kv_shared_layers {raw['num_kv_shared_layers']}: a kind of layer would have no keys and values"),
+    )  # fmt: skip
+    width = raw["intermediate_size"]
+    return read_attention_bias(raw) | {
+        "qk_norm": "head", "norms": "both", "activation": "gelu_tanh", "embed_scale": math.sqrt(raw["hidden_size"]),
+        "score_scale": math.sqrt(raw["head_dim"]), "logit_cap": float(raw.get("final_logit_softcapping") or 0),
+        "value_norm": True, "full_head_dim": full.get("head_dim", raw["head_dim"]),
+        "full_kv_heads": full.get("num_key_value_heads", 0), "keys_as_values": bool(raw.get("attention_k_eq_v")),
+        "shared_layers": raw["num_kv_shared_layers"], "shared_mlp_dim": width * 2 if raw.get("use_double_wide_mlp") else 0,
+        "token_inputs": raw["hidden_size_per_layer_input"], "out_scale": True,
+    }  # fmt: skip
+
+
+def full_layers(raw: Raw, windows: tuple[int, ...]) -> Raw:
+    """What layers without a window have of their own, in either dialect: by name, or for each of them."""
+    if (each := raw.get("per_layer_config")) is not None:
+        kinds = {json.dumps(one, sort_keys=True) for one in each.values()}
+        wanted = [layer for layer, window in enumerate(windows) if not window]
+        refuse(
+            (len(kinds) > 1 or sorted(map(int, each)) != wanted,
+             "per_layer_config: supported is one for all layers of full_attention, and for no other"),
+        )  # fmt: skip
+        return json.loads(*kinds)
+    heads = raw.get("num_global_key_value_heads") if raw.get("attention_k_eq_v") else None
+    return {"head_dim": raw["global_head_dim"]} | ({"num_key_value_heads": heads} if heads else {})
+
+
+def write_gemma4(config: ModelConfig) -> dict[str, Any]:
+    own = {
+        "final_logit_softcapping": config.logit_cap or None,
+        "global_head_dim": config.full_head_dim,
+        "num_global_key_value_heads": config.full_kv_heads or None,
+        "attention_k_eq_v": config.keys_as_values,
+        "num_kv_shared_layers": config.shared_layers,
+        "use_double_wide_mlp": bool(config.shared_mlp_dim),
+        "hidden_size_per_layer_input": config.token_inputs,
+        "vocab_size_per_layer_input": config.vocab_size,
+    }
+    return (
+        write_attention_bias(config)
+        | own
+        | NO_PADDING
+        | write_windows(config)
+        | write_ropes(config)
+    )
+
+
 NO_PADDING = {"pad_token_id": None}  # transformers would take one that the vocabulary may not have
 QWEN = {
     "max_position_embeddings": 32768,
@@ -231,6 +298,19 @@ GELU = "hidden_activation", "gelu_pytorch_tanh"
 GEMMA = {
     "head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "sliding_window": 4096, "query_pre_attn_scalar": 256
 }  # fmt: skip
+GEMMA4 = {
+    "head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "sliding_window": 512, "global_head_dim": 512,
+    "max_position_embeddings": 131072, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 256,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": {"rope_theta": 1e4},
+    },
+}  # fmt: skip
+GEMMA4_ENTRIES = (
+    "attention_bias", "sliding_window", "layer_types", "final_logit_softcapping", "global_head_dim",
+    "num_global_key_value_heads", "per_layer_config", "attention_k_eq_v", "num_kv_shared_layers", "use_double_wide_mlp",
+    "hidden_size_per_layer_input", "vocab_size_per_layer_input", "use_bidirectional_attention",
+)  # fmt: skip
 GEMMA_ENTRIES = (
     "attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping",
     "final_logit_softcapping",
@@ -273,8 +353,9 @@ FAMILIES = {
         "GraniteForCausalLM", {"max_position_embeddings": 2048}, (*BIASES, *SCALES.values()), read_scales, write_scales
     ),
     "phi3": Family(
-        "Phi3ForCausalLM", {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}, ("sliding_window",),
-        write=write_phi3, is_windowed=lambda raw, layer: True, joined=FUSED,
+        "Phi3ForCausalLM", {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        ("sliding_window", "partial_rotary_factor", "original_max_position_embeddings"),
+        write=write_phi3, is_windowed=lambda raw, layer: True, ropes=("default", "longrope"), joined=FUSED,
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}, ("attention_bias",), read_olmo,
@@ -298,11 +379,17 @@ FAMILIES = {
         "final_logit_softcapping": 30.0}, GEMMA_ENTRIES, read_gemma, write_gemma, lambda raw, layer: layer % 2 == 0,
         activation=GELU, renamed=NORMS_BOTH,
     ),
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM", GEMMA4, GEMMA4_ENTRIES, read_gemma4, write_gemma4, lambda raw, layer: bool((layer + 1) % 6),
+        10000.0, GELU, NORMS_BOTH, ropes=("default", "proportional"),
+    ),
 }  # fmt: skip
 # Models of images and text -> the entries of their text part, which text_config may lack.
 WITH_IMAGES = {
-    "gemma3": {"model_type": "gemma3_text", "vocab_size": 262208, "num_attention_heads": 8}
-}
+    "gemma3": {"model_type": "gemma3_text", "vocab_size": 262208, "num_attention_heads": 8},
+    "gemma4": {"model_type": "gemma4_text", "vocab_size": 262144, "num_attention_heads": 8, "hidden_size": 2304,
+               "intermediate_size": 9216, "num_hidden_layers": 30},
+}  # fmt: skip
 REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -408,7 +495,6 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
     act = raw.get(name) or only
     names = "num_experts", "num_local_experts", "n_routed_experts"
     experts = ", ".join(f"{name} {raw[name]}" for name in names if raw.get(name))
-    factor = raw.get("partial_rotary_factor")
     other = sorted({*(raw.get("layer_types") or [])} - {"full_attention", "sliding_attention"})
     refuse(
         (experts, f"{experts}: mixture of experts is not supported, use a dense model"),
@@ -416,7 +502,6 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
         (act != only, f"{name} {act!r} is not supported, only {only!r}"),
         (raw.get("quantization_config"),
          "quantization_config: quantized weights are not supported, use float32 or bfloat16 ones"),
-        (factor not in (None, 1.0), f"partial_rotary_factor {factor} is not supported, only 1.0"),
     )  # fmt: skip
 
 
@@ -446,39 +531,44 @@ def read_ropes(
 ) -> dict[str, Rope]:
     """The rotary embedding, and that of layers with a window where they have their own."""
     if family.local_theta is None:
-        return {"rope": read_rope(raw, max_positions)}
+        return {"rope": read_rope(raw, max_positions, family.ropes)}
     given = raw.get("rope_parameters") or {}
     nested = {
         name: given[name] for name in ("full_attention", "sliding_attention") if given.get(name)
     }
     usual = nested.get("full_attention", {} if nested else given)
-    rope = read_rope({**raw, "rope_parameters": usual}, max_positions)
+    rope = read_rope({**raw, "rope_parameters": usual}, max_positions, family.ropes)
     local = nested.get("sliding_attention") or {
         "rope_theta": raw.get("rope_local_base_freq") or family.local_theta or rope.theta
     }
-    local = read_rope({"rope_parameters": local}, max_positions)
+    local = read_rope({"rope_parameters": local}, max_positions, family.ropes)
     return {"rope": rope} | ({"window_rope": local} if windows and local != rope else {})
 
 
-def read_rope(raw: Mapping[str, Any], max_positions: int) -> Rope:
-    """The rotary embedding in either dialect: rope_theta + rope_scaling, or rope_parameters."""
+def read_rope(raw: Mapping[str, Any], max_positions: int, ropes: tuple[str, ...]) -> Rope:
+    """The rotary embedding in either dialect: rope_theta + rope_scaling, or rope_parameters; `ropes`: the types that may be."""
     scaling = dict(raw.get("rope_parameters") or {}) | dict(raw.get("rope_scaling") or {})
     per_layer = any(isinstance(value, Mapping) for value in scaling.values())
     unused = sorted(scaling.keys() - {"rope_theta", "partial_rotary_factor", "rope_type", "type"})
     named = scaling.get("rope_type") or scaling.get("type")
-    kind, part = named or "default", scaling.get("partial_rotary_factor")
+    kind = "longrope" if named == "su" else named or "default"
+    part = scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    known, is_partial = f"{', '.join(ropes[:-1])} or {ropes[-1]}", ropes != ROPES
     theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0
     refuse(
         (per_layer, f"rope_parameters per layer type ({', '.join(scaling)}) are not supported, only one for all"),
         (unused and not named,
-         f"rope_scaling with {', '.join(unused)} has no rope_type: add one of default, linear, llama3, yarn"),
-        (kind not in ("default", "linear", "llama3", "yarn"),
-         f"rope type {kind!r} is not supported: use default, linear, llama3 or yarn"),
-        (part not in (None, 1.0), f"partial_rotary_factor {part} is not supported, only 1.0"),
+         f"rope_scaling with {', '.join(unused)} has no rope_type: add one of {', '.join(ropes)}"),
+        (kind not in ropes, f"rope type {kind!r} is not supported: use {known}"),
+        (part != 1 and not is_partial, f"partial_rotary_factor {part} is not supported, only 1.0"),
+        (not 0 < part <= 1, f"partial_rotary_factor {part}: use a number above 0 and at most 1"),
     )  # fmt: skip
     if kind == "default":
-        return Rope(theta=float(theta))
+        return Rope(theta=float(theta), fraction=float(part))
+    if kind == "proportional":
+        return Rope(float(theta), kind, float(scaling.get("factor") or 1), fraction=float(part))
     needed = {
+        "longrope": ("short_factor", "long_factor"),
         "llama3": ("low_freq_factor", "high_freq_factor", "factor"),
         "linear": ("factor",),
         "yarn": (),
@@ -491,10 +581,17 @@ def read_rope(raw: Mapping[str, Any], max_positions: int) -> Rope:
     )
     original = original or max_positions
     factor = float(scaling.get("factor") or max_positions / original)
-    rope = Rope(float(theta), kind, factor)
+    rope = Rope(float(theta), kind, factor, fraction=float(part))
     if kind == "linear":
         return rope
     rope = replace(rope, original_max_positions=original)
+    if kind == "longrope":
+        return replace(
+            rope,
+            short_factors=tuple(map(float, scaling["short_factor"])),
+            long_factors=tuple(map(float, scaling["long_factor"])),
+            attention_factor=longrope_attention_factor(scaling, factor, original),
+        )
     if kind == "llama3":
         low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
         return replace(rope, low_freq_factor=low, high_freq_factor=high)
@@ -505,6 +602,13 @@ def read_rope(raw: Mapping[str, Any], max_positions: int) -> Rope:
         truncate=bool(scaling.get("truncate", True)),
         attention_factor=yarn_attention_factor(scaling, factor),
     )
+
+
+def longrope_attention_factor(scaling: Mapping[str, Any], factor: float, original: int) -> float:
+    """LongRoPE's factor of cosine and sine, as transformers computes it where it is not given (arXiv 2402.13753)."""
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
@@ -542,7 +646,10 @@ def to_hf_config(config: ModelConfig, dtype: Any) -> dict[str, Any]:
         "torch_dtype": str(dtype),
         "use_cache": True,
     }
-    return raw | family.write(config) | eos_entry(config)
+    found = raw | family.write(config) | eos_entry(config)
+    if config.rope.kind == "proportional":  # rope_parameters alone say so
+        del found["rope_theta"], found["rope_scaling"]
+    return found
 
 
 def eos_entry(config: ModelConfig) -> dict[str, Any]:
@@ -570,6 +677,13 @@ def write_rope(rope: Rope) -> dict[str, Any] | None:
             "beta_fast": rope.beta_fast,
             "beta_slow": rope.beta_slow,
             "truncate": rope.truncate,
+        },
+        "proportional": {"partial_rotary_factor": rope.fraction}
+        | ({"factor": rope.factor} if rope.factor != 1 else {}),
+        "longrope": {
+            "short_factor": list(rope.short_factors),
+            "long_factor": list(rope.long_factors),
+            "attention_factor": rope.attention_factor,
         },
     }[rope.kind]
     return {"rope_type": rope.kind, **fields} if fields else None

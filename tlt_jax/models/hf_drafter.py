@@ -92,12 +92,10 @@ def read_config(directory: str | Path, policy: ModelConfig, positions: int = 0) 
         config = from_raw(raw, policy)
     except ValueError as error:
         raise ModelError(f"drafter {directory}: {error}") from error
-    if config.layers.max_positions < positions:
-        is_windowed = config.is_block and windows(raw)
-        limit = "sliding_window" if is_windowed else "max_position_embeddings"
+    if (most := config.layers.max_positions) < positions:
         raise ModelError(
-            f"drafter {directory}: {limit} {config.layers.max_positions} is below the {positions} positions of a sequence: "
-            f"lower rollout lengths{'' if is_windowed else ', or raise it if the drafter was trained that far'}"
+            f"drafter {directory}: max_position_embeddings {most} is below the {positions} positions of a sequence: "
+            "lower rollout lengths, or raise it if the drafter was trained that far"
         )
     return config
 
@@ -121,17 +119,15 @@ def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
     refuse_unknown(raw, READ | FORMATS[kind].keys)
     own = FORMATS[kind].read(raw, policy, family)
     sizes = dict(raw) | {"model_type": family}
-    if is_block and windows(raw):  # a window as long as the sequences is none
-        most = min(raw["sliding_window"], raw.get("max_position_embeddings", raw["sliding_window"]))
-        sizes |= {"layer_types": None, "use_sliding_window": None, "max_position_embeddings": most}
-    has_window = "sliding_attention" in (sizes.get("layer_types") or ())
-    refuse(
-        (
-            has_window,
-            "layer_types sliding_attention: not supported for a drafter without sliding_window",
-        )
-    )
+    has_windows = is_block and windows(raw)
+    sizes |= {"use_sliding_window": has_windows}
+    unsized = not has_windows and "sliding_attention" in (raw.get("layer_types") or ())
+    refuse((unsized, "layer_types sliding_attention: a drafter's window needs sliding_window"))
     layers = replace(from_hf_config(sizes), tied=False, eos_ids=())
+    shortest = min((one for one in layers.windows if one), default=math.inf)
+    refuse(
+        (is_block and own["block_size"] >= shortest, f"sliding_window {shortest} is not longer than a block")
+    )  # fmt: skip
     config = DrafterConfig(
         kind, layers, policy.num_layers, **{"draft_vocab_size": layers.vocab_size} | own
     )
@@ -189,8 +185,10 @@ def level_fields(raw: Mapping[str, Any], biases: Sequence[str]) -> dict[str, Any
 
 
 def windows(raw: Mapping[str, Any]) -> bool:
-    """Whether a block drafter has layers with a sliding window of a known size."""
-    return "sliding_attention" in (raw.get("layer_types") or ()) and bool(raw.get("sliding_window"))
+    """Whether a block drafter has layers with a sliding window of a known size, which is not switched off."""
+    is_off = raw.get("use_sliding_window", True) is False
+    has_layers = "sliding_attention" in (raw.get("layer_types") or ())
+    return has_layers and bool(raw.get("sliding_window")) and not is_off
 
 
 def read_block(raw: Mapping[str, Any], policy: ModelConfig, family: str) -> dict[str, Any]:
@@ -332,7 +330,10 @@ def write_dflash(config: DrafterConfig) -> dict[str, Any]:
     """`Format.write` of DFlash."""
     outputs = [one - 1 for one in config.captures]
     shape = {"mask_token_id": config.mask_token_id, "target_layer_ids": outputs}
-    return ({} if config.has_full_vocab else {DRAFT_VOCAB: config.draft_vocab_size}) | {
+    own = {} if config.has_full_vocab else {DRAFT_VOCAB: config.draft_vocab_size}
+    if config.layers.windows:  # of which others infer it
+        own["is_causal"] = config.causal
+    return own | {
         "block_size": config.block_size,
         "num_target_layers": config.policy_layers,
         "dflash_config": shape | ({"causal": True} if config.causal else {}),
@@ -427,8 +428,22 @@ FORMATS = {
 }  # fmt: skip
 
 
-def caveat(config: DrafterConfig) -> str | None:
-    """One line on what vLLM does not load of this drafter's directory; None: it loads all of it."""
+# Types of policies whose hidden states the code of these engines (0.33.0, 0.5.23) gives to EAGLE-3 and block drafters. Of
+# SGLang's, BLOCKLESS have EAGLE-3 alone.
+TARGETS = {
+    "vLLM": {*hf_config.FAMILIES} - {"gemma2", "gemma3_text"},
+    "SGLang": {"llama", "mistral", "phi3", "qwen2", "qwen3", "gemma3_text", "gemma4_text"},
+}
+BLOCKLESS = {"qwen2", "gemma3_text"}
+
+
+def caveat(config: DrafterConfig, policy: str) -> str | None:
+    """One line on what vLLM or SGLang do not load of this drafter's directory; None: nothing. `policy`: its model_type."""
+    lacking = [name for name, known in TARGETS.items() if policy not in known]
+    if config.is_block and policy in BLOCKLESS:
+        lacking += ["SGLang"]
+    if config.kind != "eagle" and lacking:
+        return f"{' and '.join(lacking)} cannot draft with this drafter for policies of model_type {policy}"
     if config.is_block:
         if not config.has_full_vocab:
             return "other programs draft from the whole vocabulary with this drafter, not from its draft vocabulary"

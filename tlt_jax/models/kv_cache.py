@@ -28,6 +28,8 @@ AXES = {"keys": ("batch", "kv_heads", None, None), "values": ("batch", "kv_heads
 class KVCache:
     """Keys and values per layer, never stacked, and drafter features, of the committed tokens of each sequence.
 
+    Layers are those with keys and values of their own (ModelConfig.cached_layers).
+
     Keys have slots on their last axis, so products with them read the cache in order. Values do so on TPUs only: there,
     heads narrower than 128 lanes would be padded, with a copy of the cache in every chunk. Elsewhere values are [B, K, S,
     E], which a CPU reads 3 times faster. S is the bucket plus the widest path that `commit` writes. `states`: the normed last
@@ -105,7 +107,8 @@ def abstract(
     rings: tuple[int, ...] = (),
 ) -> KVCache:
     """Shape, dtype and sharding of a cache on a data group's mesh; `rings`: see KVCache."""
-    L, K, E = config.num_layers, rollout_kv_heads(config, mesh.shape["model"]), config.head_dim
+    kinds = [config.kinds[layer] for layer in config.cached_layers]
+    heads = [(rollout_kv_heads(kind, mesh.shape["model"]), kind.head_dim) for kind in kinds]
 
     def describe(name: str, *shape: int) -> jax.ShapeDtypeStruct:
         divides = AXES[name][-1] is None or shape[-1] % mesh.shape["model"] == 0
@@ -113,12 +116,13 @@ def abstract(
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, axes, "rollout"))
 
     slots_last = is_tpu(mesh)
-    sizes = [min(slots, ring or slots) for ring in rings or (0,) * L]
+    sizes = [min(slots, ring or slots) for ring in rings or (0,) * len(kinds)]
+    shapes = [(*one, size) for one, size in zip(heads, sizes, strict=True)]
     return KVCache(
-        keys=tuple(describe("keys", batch, K, E, size) for size in sizes),
+        keys=tuple(describe("keys", batch, K, E, size) for K, E, size in shapes),
         values=tuple(
             describe("values", batch, K, *((E, size) if slots_last else (size, E)))
-            for size in sizes
+            for K, E, size in shapes
         ),
         features=describe("features", batch, slots, features),
         states=describe("states", batch, slots, config.hidden_size) if captures_states else None,

@@ -152,10 +152,16 @@ def rms_norm(
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> Float[np.ndarray, " half"]:
-    """Angle per position of each of the head_dim / 2 rotated pairs, in float64."""
+    """Angle per position of each rotated pair, in float64."""
+    rotated = int(rope.fraction * head_dim // 2)
+    head_dim = head_dim if rope.kind == "proportional" else int(head_dim * rope.fraction)
     frequency = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.kind == "proportional":  # of all pairs of a head, which are not next to each other
+        return np.where(np.arange(head_dim // 2) < rotated, frequency / rope.factor, 0.0)
     if rope.kind == "linear":
         return frequency / rope.factor
+    if rope.kind == "longrope":
+        return frequency / np.array(rope.long_factors if rope.is_long else rope.short_factors)
     if rope.kind == "llama3":
         turns = rope.original_max_positions * frequency / (2 * math.pi)
         smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -199,9 +205,14 @@ def by_node(
     q: Float[Array, "H E BN"], k: Float[Array, "K E BM"], v: Float[Array, "K E BM"], batch: int
 ) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E M"], Float[Array, "B K M E"]]:
     """Heads of the nodes of B trees, from features first to the layout of tree_attention.attend."""
-    K, E = k.shape[:2]
-    q = jnp.moveaxis(q.reshape(K, -1, E, batch, q.shape[-1] // batch), (3, 0, 1, 4, 2), range(5))
-    return q, *kv_by_node(k, v, batch)
+    return queries_by_node(q, len(k), batch), *kv_by_node(k, v, batch)
+
+
+@shaped
+def queries_by_node(q: Float[Array, "H E BN"], K: int, batch: int) -> Float[Array, "B K G N E"]:
+    """Queries of the nodes of B trees, from features first to the layout of tree_attention.attend."""
+    q = q.reshape(K, -1, q.shape[1], batch, q.shape[-1] // batch)
+    return jnp.moveaxis(q, (3, 0, 1, 4, 2), range(5))
 
 
 @shaped

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import jax
 from flax import struct
@@ -31,7 +31,10 @@ class Adapter:
 
 @struct.dataclass
 class Adapters:
-    """What a LoRA run trains; None where a matrix has no adapter. `scale`: of every change."""
+    """What a LoRA run trains; None where a matrix has no adapter. `scale`: of every change.
+
+    `groups`: those of each group of layers, where layers have different shapes (Params); the others are None then.
+    """
 
     q: Adapter | None
     k: Adapter | None
@@ -41,6 +44,7 @@ class Adapters:
     up: Adapter | None
     down: Adapter | None
     scale: float = struct.field(pytree_node=False)
+    groups: tuple[Adapters, ...] = ()
 
     @property
     def present(self) -> dict[str, Adapter]:
@@ -64,13 +68,19 @@ def chosen(knobs: Knobs) -> Lora | None:
 
 
 def weights(lora: Lora, model: ModelConfig, model_axis: int) -> Adapters:
-    """A Weight for every factor, of all layers. Raises ModelError for a type whose files join matrices."""
-    if wholes := ", ".join(FAMILIES[model.family].joined):
-        raise ModelError(
-            f"model.lora with model_type {model.family}: its files have {wholes}, for which adapters of each part cannot be "
-            "written: use rank 0, which trains all weights"
-        )
-    return of_layer(lora, architecture.weights(model, model_axis).layers)
+    """A Weight for every factor, of all layers. Raises ModelError for some, but not all, matrices that a type's files join."""
+    for whole, parts in FAMILIES[model.family].joined.items():
+        if {*parts} & {*lora.fields} and not {*parts} <= {*lora.fields}:
+            names = ", ".join(f"{part}_proj" for part in parts)
+            raise ModelError(
+                f"model.lora.targets {', '.join(lora.targets)}: files of model_type {model.family} join {names} in {whole}: "
+                "name all of them, or none"
+            )
+    layers = architecture.weights(model, model_axis).layers
+    if isinstance(layers, Layer):
+        return of_layer(lora, layers)
+    groups = tuple(of_layer(lora, layer) for layer in layers)
+    return replace(Adapters.made({}, lora.scale), groups=groups)
 
 
 def of_layer(lora: Lora, layer: Layer) -> Adapters:
@@ -80,7 +90,8 @@ def of_layer(lora: Lora, layer: Layer) -> Adapters:
         node = architecture.with_factors(matrix, lora.rank, lora.scale, len(matrix.shape) - 2)
         return Adapter(node.a, node.b)
 
-    found = {name: adapter(getattr(layer, name)) for name in lora.fields}
+    matrices = {name: getattr(layer, name) for name in lora.fields}
+    found = {name: adapter(matrix) for name, matrix in matrices.items() if matrix is not None}
     return Adapters.made(found, lora.scale)
 
 
@@ -96,7 +107,10 @@ def init(lora: Lora, model: ModelConfig, mesh: Mesh, key: jax.Array, dtype: DTyp
 
 def applied(base: Params, adapters: Adapters) -> Params:
     """The policy: the base in the "train" layout with adapters."""
-    return base.replace(layers=changed(base.layers, adapters))
+    if not adapters.groups:
+        return base.replace(layers=changed(base.layers, adapters))
+    pairs = zip(base.layers, adapters.groups, strict=True)
+    return base.replace(layers=tuple(changed(layer, one) for layer, one in pairs))
 
 
 def changed(layer: Layer, adapters: Adapters) -> Layer:
@@ -126,11 +140,23 @@ def merge(base: Params, adapters: Adapters, dtype: DTypeLike) -> Params:
 
 def parted(params: Params) -> tuple[Params | Adapters, Params | None]:
     """What is trained and the base, as `whole` takes them."""
-    layer_fields = {one.name: getattr(params.layers, one.name) for one in fields(Layer)}
-    nodes = {name: node for name, node in layer_fields.items() if is_low_rank(node)}
-    if not nodes:
+    scales = {
+        node.scale for node in jax.tree.leaves(params, is_leaf=is_low_rank) if is_low_rank(node)
+    }
+    if not scales:
         return params, None
-    (scale,) = {node.scale for node in nodes.values()}
-    parts = {name: Adapter(node.a, node.b) for name, node in nodes.items()}
-    matrices = {name: node.weight for name, node in nodes.items()}
-    return Adapters.made(parts, scale), params.replace(layers=params.layers.replace(**matrices))
+    (scale,) = scales
+
+    def of(layer: Layer) -> tuple[Adapters, Layer]:
+        layer_fields = {one.name: getattr(layer, one.name) for one in fields(Layer)}
+        nodes = {name: node for name, node in layer_fields.items() if is_low_rank(node)}
+        parts = {name: Adapter(node.a, node.b) for name, node in nodes.items()}
+        matrices = {name: node.weight for name, node in nodes.items()}
+        return Adapters.made(parts, scale), layer.replace(**matrices)
+
+    if isinstance(params.layers, Layer):
+        adapters, layers = of(params.layers)
+    else:
+        groups, layers = zip(*map(of, params.layers), strict=True)
+        adapters = replace(Adapters.made({}, scale), groups=groups)
+    return adapters, params.replace(layers=layers)

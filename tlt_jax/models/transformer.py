@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -15,7 +16,7 @@ from tlt_jax.distributed.mesh import is_gpu
 from tlt_jax.kernels import cache_rows
 from tlt_jax.kernels.fused import Fused
 from tlt_jax.kernels.numerics import capped, contract, masked
-from tlt_jax.models import decoder_layer, kv_cache, layers as ops, remat as remats
+from tlt_jax.models import architecture, decoder_layer, kv_cache, layers as ops, remat as remats
 from tlt_jax.models.architecture import NORMED, Captures, Layer, ModelConfig, Params, head
 from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.models.params import Tiles, for_columns
@@ -61,10 +62,13 @@ def hidden(
         return body(carry, (depth, jax.tree.map(lambda leaf: leaf[depth - 1], params.layers)))
 
     angles = decoder_layer.angles_by_layer(
-        config, lambda rope: decoder_layer.packed_angles(config, positions, compute_dtype, rope)
+        config, lambda kind, rope: decoder_layer.packed_angles(kind, positions, compute_dtype, rope)
     )
     with jax.named_scope("embed"):
         x = rows(scaled(params.embed[tokens].astype(compute_dtype), config.embed_scale))
+    if len(config.groups) > 1:
+        given = segments, block, longest, mesh
+        return unlike_layers(params, config, tokens, x, angles, given, remat, captures)
     depths, carry = jnp.arange(1, config.num_layers + 1), (x, [x] * len(captures))
     for level, first, count in remats.spans(remat, config.num_layers):
         if count == config.num_layers:
@@ -75,6 +79,62 @@ def hidden(
     x, kept = carry
     x = final(x, params.final_norm.astype(compute_dtype), config, -1)
     return x, gathered(captures, kept, x, axis=-1)
+
+
+def unlike_layers(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int[Array, "B T"],
+    x: Float[Array, "B T D"],
+    angles: Callable[[int], decoder_layer.Angles],
+    options: tuple[Int[Array, "B T"], int, int | None, Mesh | None],
+    remat: remats.Remat,
+    captures: Captures,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T F"]]:
+    """`hidden` from the first hidden states on, where layers have different shapes: one after the other, without a scan."""
+    rows, dtype = partial(ops.by_row, mesh=options[-1]), x.dtype
+    given = token_inputs(params, config, tokens, x)
+
+    def run(
+        index: int, x: Array, layer: Layer, rotation: tuple, kv: tuple | None, own: Array | None
+    ):
+        layer = jax.tree.map(lambda leaf: leaf.astype(dtype), layer)
+        kind = config.kinds[index]
+        found = decoder_layer.packed_layer(
+            layer, kind, x, rotation, *options, index=index, kv=kv, given=own
+        )
+        return rows(found[0]), found[1:]
+
+    kept, states = {}, [x]
+    for level, first, count in remats.spans(remat, config.num_layers):
+        for index in range(first, first + count):
+            layer = architecture.layer_at(params.layers, config, index)
+            own = None if given is None else given[:, :, index]
+            kv = kept.get(config.kv_layers[index])
+            x, kept[index] = remats.keeping(level, partial(run, index))(
+                x, layer, angles(index), kv, own
+            )
+            states.append(x)
+    x = final(x, params.final_norm.astype(dtype), config, -1)
+    return x, gathered(captures, [states[capture] for capture in captures], x, axis=-1)
+
+
+@jax.named_scope("token")
+def token_inputs(
+    params: Params, config: ModelConfig, tokens: Int[Array, "*A"], x: Float[Array, "*A D"]
+) -> Float[Array, "*A L P"] | None:
+    """What every layer gets of each token beside the hidden state; None: nothing. x: the first hidden states.
+
+    The mean of an embedding of all layers and a projection of x, times the square root of 2 (as Gemma 4 has it).
+    """
+    if not config.token_inputs:
+        return None
+    P, split = config.token_inputs, (*tokens.shape, config.num_layers, config.token_inputs)
+    embedded = math.sqrt(P) * params.inputs_embed[tokens].astype(x.dtype)
+    made = ops.project(x, params.inputs_project.astype(x.dtype), None, -1)
+    made = (made / math.sqrt(config.hidden_size)).reshape(split)
+    made = decoder_layer.norm(made, params.inputs_norm.astype(x.dtype), config)
+    return (made + embedded.reshape(split)) / math.sqrt(2)
 
 
 def scaled(x: Float[Array, "*A"], scale: float) -> Float[Array, "*A"]:
@@ -137,19 +197,23 @@ def prefill(
     with jax.named_scope("embed"):
         x = scaled(params.embed[tokens], config.embed_scale)
     angles = decoder_layer.angles_by_layer(
-        config, lambda rope: decoder_layer.packed_angles(config, positions, x.dtype, rope)
+        config, lambda kind, rope: decoder_layer.packed_angles(kind, positions, x.dtype, rope)
     )
-    keys, values, states = [], [], [x]
-    for index, layer in enumerate(params.layers):
+    inputs, kept, states = token_inputs(params, config, tokens, x), {}, [x]
+    for index, (layer, kind) in enumerate(zip(params.layers, config.kinds, strict=True)):
         given = angles(index), segments, block
-        x, k, v = decoder_layer.packed_layer(
-            layer, config, x, *given, mesh=mesh, for_cache=True, index=index
-        )
-        ring = rings[index] if rings else 0
-        keys.append(kv_cache.in_ring(jnp.moveaxis(k, 1, 3), lengths, ring, 3))
-        values.append(kv_cache.in_ring(jnp.moveaxis(v, 1, 2), lengths, ring, 2))
+        x, *kv = decoder_layer.packed_layer(
+            layer, kind, x, *given, mesh=mesh, for_cache=True, index=index,
+            kv=kept.get(config.kv_layers[index]), given=None if inputs is None else inputs[:, :, index],
+        )  # fmt: skip
+        kept[index] = tuple(kv)
         states.append(x)
 
+    keys, values = [], []
+    for place, index in enumerate(config.cached_layers):
+        ring, (k, v) = rings[place] if rings else 0, kept[index]
+        keys.append(kv_cache.in_ring(jnp.moveaxis(k, 1, 3), lengths, ring, 3))
+        values.append(kv_cache.in_ring(jnp.moveaxis(v, 1, 2), lengths, ring, 2))
     normed = final(x, params.final_norm, config, -1)  # XLA removes it unless captured
     features = gathered(captures, [states[capture] for capture in captures], normed, axis=-1)
     return Scratch(tuple(keys), tuple(values), features, normed if captures_states else None)
@@ -188,22 +252,27 @@ def tree_forward(
     with jax.named_scope("embed"):
         x = scaled(params.embed[tokens.reshape(-1)].T, config.embed_scale)
     angles = decoder_layer.angles_by_layer(
-        config, lambda rope: decoder_layer.node_angles(config, positions, x.dtype, rope)
+        config, lambda kind, rope: decoder_layer.node_angles(kind, positions, x.dtype, rope)
     )
     seen = seen_in_windows(config, positions, ancestors)
-    kept, states, normed, arrivals = [], [x], None, None
+    inputs = token_inputs(params, config, tokens.reshape(-1), x.T)
+    found, states, normed = {}, [x], None
+    arrivals: dict[ModelConfig, Array | None] = {}  # of layers of one shape
     norms = [*(layer.attention_norm for layer in params.layers[1:]), params.final_norm]
-    for index, (layer, norm, keys, values) in enumerate(
-        zip(params.layers, norms, cache.keys, cache.values, strict=True)
+    for index, (layer, norm, kind) in enumerate(
+        zip(params.layers, norms, config.kinds, strict=True)
     ):
-        past = keys, values, lengths, cache.slots_last
+        source = config.kv_layers[index]
+        place = config.cached_layers.index(source)
+        past = cache.keys[place], cache.values[place], lengths, cache.slots_last
         (own, first), rotation = seen(index), angles(index)
-        (x, normed), k, v, arrivals = decoder_layer.tree_layer(
-            layer, config, (x, normed), norm, rotation, own, past, fused, arrivals, first,
-            cache.wraps(index),
+        (x, normed), k, v, arrivals[kind] = decoder_layer.tree_layer(
+            layer, kind, (x, normed), norm, rotation, own, past, fused, arrivals.get(kind), first,
+            cache.wraps(place), found.get(source), None if inputs is None else inputs[:, index].T,
         )  # fmt: skip
-        kept.append((k, v))
+        found[index] = k, v
         states.append(x)
+    kept = [found[index] for index in config.cached_layers]
 
     if normed is None:
         x = final(x, params.final_norm, config, 0)

@@ -90,7 +90,8 @@ def bind_target(
         slots += max(SCRATCH_SLOTS, path)
         return slots if is_cpu(group_mesh) else -(-slots // LANES) * LANES
 
-    rings = tuple(padded_slots(window) if window else 0 for window in config.windows)
+    windows = [config.windows[layer] for layer in config.cached_layers] if config.windows else ()
+    rings = tuple(padded_slots(window) if window else 0 for window in windows)
 
     def whole(scratch: Scratch) -> Scratch:
         """Features on every device, as the states they are copies of: XLA would shard those too, in every layer."""

@@ -316,7 +316,7 @@ class Engine(EngineBase):
         """
         tokens = tuple(np.asarray(prompt, np.int32) for prompt in prompts)
         model = self.model_config
-        check(tokens, max_new_tokens, model.max_positions, model.vocab_size)
+        check(tokens, max_new_tokens, model.longest, model.vocab_size)
         return RolloutRequest(
             prompts=tokens,
             samples=samples,

@@ -58,7 +58,8 @@ class Shapes:
     @property
     def layers(self) -> list[ModelConfig]:
         """The sizes of a layer of the policy, and of the drafter."""
-        return [self.policy] if self.drafter is None else [self.policy, self.drafter.layers]
+        own = [kind for kind in self.policy.groups if kind.has_kv]
+        return own if self.drafter is None else [*own, self.drafter.layers]
 
 
 @dataclass
@@ -268,9 +269,12 @@ def drawn_layers(shapes: Shapes, fused: Fused, seed: Array) -> list[Any]:
         return jax.lax.with_sharding_constraint(array.astype(leaf.dtype), leaf.sharding)
 
     given = shapes.dtype, shapes.lora
-    layers: list[Any] = [
-        architecture.abstract(shapes.policy, fused.mesh, "rollout", *given).layers[0]
-    ]
+    policy = architecture.abstract(shapes.policy, fused.mesh, "rollout", *given)
+    first = {
+        kind: layer
+        for kind, layer in zip(shapes.policy.kinds[::-1], policy.layers[::-1], strict=True)
+    }
+    layers: list[Any] = [first[kind] for kind in shapes.policy.groups if kind.has_kv]
     if shapes.drafter is not None:
         params = drafters.abstract(shapes.drafter, fused.mesh, "rollout", shapes.dtype)
         layers.append(params.layers[0] if shapes.drafter.is_block else params)

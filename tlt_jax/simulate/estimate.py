@@ -88,14 +88,17 @@ class Sizes:
     def of(cls, model: ModelConfig, drafter: DrafterConfig | None = None) -> Sizes:
         """Of a policy, whose embedding is not read whole, and of its learned drafter (None: none)."""
         whole = architecture.weights(model, 1)
-        read = count(whole) - (0 if model.tied else count(whole.embed))
+        read = count(whole) - (0 if model.tied else count(whole.embed)) - count(whole.inputs_embed)
         block = drafters.block_pass(drafter)
         level = count(drafters.weights(drafter, 1)) if drafter else 0
         if drafter and drafter.reads_policy_head:
             level += drafter.draft_vocab_size * model.hidden_size
         level //= block[0] if block else 1
-        cached = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-        attended = 2 * model.num_layers * model.num_heads * model.head_dim
+        cached = 2 * sum(
+            model.kinds[layer].num_kv_heads * model.kinds[layer].head_dim
+            for layer in model.cached_layers
+        )
+        attended = 2 * sum(kind.num_heads * kind.head_dim for kind in model.kinds)
         windows = [window for window in model.windows if window]
         return cls(
             read, model.num_layers, cached, level, attended, OnePass(*block) if block else None,

@@ -113,7 +113,7 @@ def export(
         jax.process_index() == 0 if is_owner is None else is_owner,
         made_from,
     )
-    return hf_drafter.caveat(recipe.drafter)
+    return hf_drafter.caveat(recipe.drafter, recipe.model.family)
 
 
 class Learned(NamedTuple):

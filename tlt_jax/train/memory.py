@@ -287,16 +287,19 @@ def estimate(config: Config, recipe: Recipe) -> tuple[dict[str, int], int]:
         kept = {level: size for level, size in kept.items() if level != NONE}
 
     def count(weights: Any) -> int:
-        """Numbers of a layer on one device."""
-        sizes = (math.prod(weight.shape[1:]) for weight in jax.tree.leaves(weights))
-        return sum(sizes) // parts
+        """Numbers of a layer, of those with most, on one device."""
+        groups = weights if isinstance(weights, tuple) else (weights,)
+        sizes = [jax.tree.map(lambda leaf: math.prod(leaf.shape[1:]), one) for one in groups]
+        return max(sum(jax.tree.leaves(size)) for size in sizes) // parts
 
     # The gathered weights in the compute dtype, the gradient in float32 before it is added, and the adapters' results.
     weights, adapters, width = count(architecture.weights(model, 1).layers), 0, 0
     if recipe.lora:
         trained = lora.weights(recipe.lora, model, 1)
-        adapters = count(trained)
-        width = sum(one.b.shape[1] for one in trained.present.values()) // parts
+        groups = trained.groups or (trained,)
+        adapters = count(groups)
+        widths = [sum(one.b.shape[1] for one in group.present.values()) for group in groups]
+        width = max(widths) // parts
     layer += (weights + adapters) * itemsize + (adapters or weights) * 4 + tokens * width * itemsize
 
     vocab = architecture.padded_vocab(model, parts)
@@ -331,13 +334,15 @@ def levels(kept: Mapping[str, int], layers: int, free: float) -> Remat:
 @cache
 def layer_bytes(recipe: Recipe, rows: int, tokens: int) -> dict[str, int]:
     """Bytes that a layer keeps on one device beside its input and weights, by level, for so many packed rows."""
-    model, parts = recipe.model, recipe.mesh.shape["model"]
+    parts = recipe.mesh.shape["model"]
+    # The layer with most, and keys and values of its own.
+    model = max(recipe.model.groups, key=lambda kind: (kind.has_kv, kind.head_dim, kind.mlp_dim))
     heads = max(1, model.num_kv_heads // parts)
     part = replace(
         model,
         num_heads=model.num_heads // parts,
         num_kv_heads=heads,
-        mlp_dim=model.mlp_dim // parts,
+        mlp_dim=max(kind.mlp_dim for kind in recipe.model.groups) // parts,
     )
     # The first device alone, on which attention has the same form. Only shapes are computed.
     mesh = Mesh(
@@ -359,7 +364,8 @@ def layer_bytes(recipe: Recipe, rows: int, tokens: int) -> dict[str, int]:
         ids = jnp.zeros((rows, tokens), jnp.int32)
         angles = decoder_layer.packed_angles(part, ids, x.dtype)
         given = angles, ids, recipe.attention_block, recipe.longest, mesh
-        return decoder_layer.packed_layer(layer, part, x, *given)[0]
+        own = jnp.zeros((rows, tokens, part.token_inputs), x.dtype) if part.token_inputs else None
+        return decoder_layer.packed_layer(layer, part, x, *given, given=own)[0]
 
     def size(level: str) -> int:
         kept = remats.keeping(level, body)
