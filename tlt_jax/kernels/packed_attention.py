@@ -116,9 +116,10 @@ def attend_in_blocks(
             jax.lax.dynamic_slice_in_dim(array, start, read, axis)
             for array, axis in ((k, 2), (v, 2), (segments, 1))
         )
-        places = index * block + jnp.arange(block)
-        apart = places[:, None] - (start + jnp.arange(read))[None, :]
-        earlier = apart >= 0 if window is None else (apart >= 0) & (apart < window)
+        places, others_at = index * block + jnp.arange(block), start + jnp.arange(read)
+        earlier = others_at[None, :] <= places[:, None]
+        if window is not None:
+            earlier &= others_at[None, :] > places[:, None] - window
         same = (segment[:, :, None] == others[:, None, :]) & (segment[:, :, None] > 0)
         return attend_block(q, keys, values, (earlier & same)[:, None, None], own, cap)
 
