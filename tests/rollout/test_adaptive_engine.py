@@ -21,7 +21,7 @@ from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables import compilation
 from tlt_jax.rollout.executables.programs import CatchUp, Decode, StateShape
-from tlt_jax.rollout.scheduler.payback import Payback
+from tlt_jax.rollout.scheduler.payback import SOON
 from tlt_jax.spec_decode.interface import DecodingParams
 from tlt_jax.spec_decode.strategy import DRAFTERS, PLAIN, name
 from tlt_jax.train import step_metrics
@@ -184,12 +184,12 @@ def test_the_payback_of_the_learned_drafter_is_the_time_its_best_arms_save_over_
     update_prior = lambda state, estimated={}: estimates.append(estimated) or state  # noqa: E731
     engine.tuner = engine.tuner._replace(predict=predict, update_prior=update_prior)
     assert learned_drafter.payback(engine, {}, [0.5]) == (0.0, 0.0), "nothing was decoded yet"
-    payback = Payback()
+    payback = engine.payback[DecodingParams(tiny.COLD)]
+    assert payback.ahead == SOON, "of a CPU"
     payback.begin(3, 8)
     payback.progress(0, 8)
     for batch in (2, 4):
         payback.add((batch, 32), 100.0)
-    engine.payback[DecodingParams(tiny.COLD)] = payback
     chunk = Decode(StateShape(0, 2, 32), 2)
     engine.programs.executables[chunk] = None
     monkeypatch.setattr(engine.programs.compile_costs, "of", lambda program: 4.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import scenarios
@@ -11,7 +13,7 @@ from scenarios import Scenario, ScenarioCosts, in_scenario
 from tlt_jax.config.schema import Speculation
 from tlt_jax.rollout.executables.programs import Decode
 from tlt_jax.rollout.scheduler import driver
-from tlt_jax.rollout.scheduler.payback import CAUTION, LEAST, Payback
+from tlt_jax.rollout.scheduler.payback import CAUTION, LEAST, SOON, Payback
 from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.rollout.scheduler.state import GroupView
 from tlt_jax.simulate import simulator
@@ -44,9 +46,9 @@ LARGE, SMALL, DRAFT = Cell(8, 64, PLAIN), Cell(2, 64, PLAIN), Cell(2, 64, TREE)
 SPEEDS = known({LARGE: 10, SMALL: 20, DRAFT: 40})
 
 
-def after(rollouts, left, tokens, ended=8):
+def after(rollouts, left, tokens, ended=8, ahead=math.inf):
     """The payback in the last of `rollouts` rollouts that each decoded these tokens."""
-    payback = Payback()
+    payback = Payback(ahead)
     for number in range(rollouts):
         payback.begin(left + rollouts - 1 - number, 8)
         payback.progress(0, ended if number == rollouts - 1 else 8)
@@ -100,6 +102,22 @@ def test_the_payback_of_a_guess_is_an_expectation_and_guesses_cost_a_small_share
     share = np.maximum(0, 1 - np.exp(np.log(10) - drawn)).mean()
     assert saved == pytest.approx(100 * share, abs=0.3) and saved > 10
     assert bought(2.9) and not bought(3.1)  # RISK of 100 seconds
+
+
+def test_where_compiling_slows_decoding_guesses_cost_a_share_of_ten_rollouts_and_each_counts_once():
+    """Of 99 rollouts of 100 seconds; without that limit of 9,900 seconds."""
+    speeds = known({LARGE: 10, SMALL: 9, DRAFT: 9}, {SMALL: 0.5, DRAFT: 0.5})
+
+    def best(payback, cell, compile_cost):
+        return payback.best([cell], [LARGE], np.array([compile_cost]), speeds) is cell
+
+    for ahead, most in ((SOON, 30), (math.inf, 297)):
+        payback = after(rollouts=1, left=99, tokens={(2, 64): 1000}, ahead=ahead)
+        assert not best(payback, SMALL, most + 1) and best(payback, SMALL, most - 10)
+        assert best(payback, SMALL, most - 10), "it may be found again until it is compiled"
+        assert not best(payback, DRAFT, 11) and best(payback, DRAFT, 9)
+        payback.add((2, 64), 0, 100.0)  # seconds that were measured
+        assert best(payback, DRAFT, 12)
 
 
 def seconds_of(unit):

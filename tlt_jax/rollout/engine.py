@@ -45,7 +45,7 @@ from tlt_jax.rollout.request import (
 )
 from tlt_jax.rollout.run import RolloutRun
 from tlt_jax.rollout.scheduler import driver, planner
-from tlt_jax.rollout.scheduler.payback import Payback
+from tlt_jax.rollout.scheduler.payback import SOON, Payback
 from tlt_jax.rollout.scheduler.state import Harvester
 from tlt_jax.rollout.selection import Selection
 from tlt_jax.spec_decode.decode_state import Weights
@@ -111,7 +111,8 @@ class EngineBase:
             )
         self.rollouts = itertools.count()
         self.lengths: list[int] = []  # tokens of each answer of the last rollout
-        self.payback: dict[DecodingParams, Payback] = defaultdict(Payback)
+        ahead = SOON if is_cpu else math.inf
+        self.payback: dict[DecodingParams, Payback] = defaultdict(partial(Payback, ahead))
 
     def share(self, prompts: int, samples: int) -> int:
         """Sequences of one data group when whole prompts are dealt evenly."""

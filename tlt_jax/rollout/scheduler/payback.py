@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -16,6 +17,7 @@ CAUTION = 0.5  # standard errors subtracted from a cell's gain in log speed
 # Above this standard error of log speed a payback is a guess; and the share of the run that may be spent
 # on guesses, so that programs with less payback than expected slow no run down much.
 GUESS, RISK = 0.3, 0.03
+SOON = 10  # rollouts ahead that count for this share where compiling slows decoding: no ten rollouts are slower by more
 
 Speeds = Callable[[Sequence[Cell]], tuple[np.ndarray, np.ndarray]]  # as Tuner.predict
 Situation = tuple[int, int]  # the smallest batch and cache buckets that hold the live rows
@@ -25,14 +27,15 @@ class Payback:
     """How much the rollouts of a run decode in each situation, and how many rollouts are left.
 
     Decoding is counted in tokens of one live row, so that it does not depend on the programs that
-    were used.
+    were used. `ahead`: so many rollouts ahead count for what guesses may cost.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ahead: float = math.inf) -> None:
+        self.ahead = ahead
         self.tokens: dict[Situation, float] = {}
         self.rollouts = 0.0  # the (weighted) number of rollouts that `tokens` are from
         self.rollouts_left, self.sequences, self.finished = 0.0, 1, {}
-        self.seconds = self.guess_seconds = 0.0  # measured, and spent on guesses
+        self.seconds, self.guesses = 0.0, {}  # measured; and the compile costs of guesses
         # The measured seconds at which candidates for a situation were evaluated last.
         self.evaluated_at: dict[Situation, float] = {}
 
@@ -77,15 +80,19 @@ class Payback:
             return None
         seconds_S, share_SC, error = self.shares(cells, compiled, speeds)
         saved, seconds_left = seconds_S @ share_SC, float(seconds_S.sum())
+        soon = min(1.0, self.ahead / max(self.rollouts_left + 1 - self.share, 1.0))
+        spent = sum(self.guesses.values()) - np.array([self.guesses.get(one, 0) for one in cells])
         is_guess = error > GUESS
         is_sound = ~is_guess | (
-            self.guess_seconds + compile_costs <= RISK * (self.seconds + seconds_left)
+            spent + compile_costs <= RISK * (self.seconds + soon * seconds_left)
         )
         worth = np.where(is_sound, saved - MARGIN * compile_costs, -np.inf)
         best = int(np.argmax(worth))
         if worth[best] <= 0:
             return None
-        self.guess_seconds += compile_costs[best] if is_guess[best] else 0.0
+        if is_guess[best]:  # once, however often it is found while another program is compiled
+            before = self.guesses.get(cells[best], 0.0)
+            self.guesses[cells[best]] = max(before, float(compile_costs[best]))
         return cells[best]
 
     def shares(
