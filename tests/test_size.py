@@ -17,9 +17,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "RE
 MOST = {
     "lines of the package": 39_060,
     "modules of the package": 190,
-    "lines of tests": 35_010,
+    "lines of tests": 35_030,
     "lines of benchmarks": 2_970,
-    "words of pages": 29_660,
+    "words of pages": 29_960,
     "knobs": 111,
 }
 

@@ -102,7 +102,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     """The benchmark's own arguments, and the configuration that the others change."""
     parser = results.arguments(__doc__)
     texts = {"config": CONFIG, "policy": None, "data": None, "drafter": NGRAM, "strategy": "3_1_4"}
-    numbers = {"rows": 64, "longest": 224, "groups": 1, "turns": 5, "warm-up": 30}
+    numbers = {"rows": 64, "longest": 224, "groups": 1, "turns": 5, "warm-up": 8}
     for name, default in (texts | numbers).items():
         kind = int if name in numbers else str
         parser.add_argument(f"--{name}", type=kind, default=default, required=default is None)
@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     turns: dict[str, list[Speeds]] = {name: [] for name in arms}
     others = 0.0
     step = first = 0
-    while step < first + args.turns:
+    while not first or step < first + args.turns:
         is_settled = True
         for name, arm in arms.items():
             speeds, result = drained(arm, prompts, most, step)

@@ -82,9 +82,10 @@ def test_transformers_loads_what_we_write(case, tmp_path):
     np.testing.assert_allclose(logits, np.load(model_cases.GOLDENS)[case], rtol=0, atol=1e-4)
 
 
-def test_gemma_3_with_images_is_read_and_written_as_transformers_does(tmp_path):
+@pytest.mark.parametrize("case", ["gemma3", "gemma4"])
+def test_gemma_with_images_is_read_and_written_as_transformers_does(case, tmp_path):
     import torch
-    from transformers import AutoModelForImageTextToText, Gemma3Config
+    from transformers import AutoModelForImageTextToText, Gemma3Config, Gemma4Config
 
     sizes = {
         "hidden_size": 16,
@@ -92,14 +93,18 @@ def test_gemma_3_with_images_is_read_and_written_as_transformers_does(tmp_path):
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
     }
-    vision = {"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4} | sizes
-    named = {"image_token_index": 36, "boi_token_index": 35, "eoi_token_index": 34}
-    config = Gemma3Config(
-        text_config=model_cases.raw_config("gemma3"),
-        vision_config=vision,
-        mm_tokens_per_image=4,
-        **named,
-    )
+    text = model_cases.raw_config(case) | {"pad_token_id": 0}
+    if case == "gemma3":
+        vision = {"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4} | sizes
+        named = {"image_token_index": 36, "boi_token_index": 35, "eoi_token_index": 34}
+        config = Gemma3Config(
+            text_config=text, vision_config=vision, mm_tokens_per_image=4, **named
+        )
+    else:
+        vision = sizes | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 64}
+        named = {"image_token_id": 36, "boi_token_id": 35, "eoi_token_id": 34, "audio_token_id": 33}
+        named |= {"video_token_id": 32, "boa_token_id": 31}
+        config = Gemma4Config(text_config=text, vision_config=vision, audio_config=None, **named)
     torch.manual_seed(0)
     theirs = AutoModelForImageTextToText.from_config(config).eval()
     theirs.save_pretrained(tmp_path / "source")

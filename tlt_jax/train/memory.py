@@ -279,7 +279,7 @@ def estimate(config: Config, recipe: Recipe) -> tuple[dict[str, int], int]:
     rows, length = packing.rows(config) // mesh.shape["data"], packing.row_tokens(config)
     kept, tokens = layer_bytes(recipe, rows, length), rows * length
     itemsize = jnp.dtype(recipe.compute_dtype).itemsize
-    inputs = model.num_layers * tokens * model.hidden_size * itemsize
+    inputs = model.num_layers * tokens * (model.hidden_size + model.token_inputs) * itemsize
     layer = kept[NONE]
     if not is_cpu(mesh):
         layer = 2 * kept[PRODUCTS]  # and their gradients: XLA fuses what lies between
@@ -306,7 +306,7 @@ def estimate(config: Config, recipe: Recipe) -> tuple[dict[str, int], int]:
     if (
         not recipe.lora
     ):  # the head's gradient, made before those of the layers and added to the sums after them
-        numbers = vocab * model.hidden_size
+        numbers = vocab * (model.hidden_size + model.num_layers * model.token_inputs)
         layer += numbers * jnp.dtype(recipe.param_dtype).itemsize // mesh.size
     # A copy of the head in the compute dtype, its gradient in float32, and two more arrays of logits of a chunk.
     vocab, gradient = vocab // parts, 0 if recipe.lora else 4
