@@ -15,7 +15,7 @@ from tlt_jax.config.schema import Config
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
 MOST = {
-    "lines of the package": 39_060,
+    "lines of the package": 39_090,
     "modules of the package": 190,
     "lines of tests": 35_030,
     "lines of benchmarks": 2_970,

@@ -6,6 +6,7 @@ Their messages are one line: what is wrong, the value, and what to change.
 from __future__ import annotations
 
 import errno
+from typing import Any
 
 # Exit codes: any other error; a UserError; a preempted run, which the same command resumes (EX_TEMPFAIL).
 FAILED, MISTAKE, PREEMPTED = 1, 2, 75
@@ -67,3 +68,10 @@ def is_disk_full(error: BaseException | None) -> bool:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     return any(text in str(error) for text in FULL) or is_disk_full(error.__cause__)
+
+
+def refuse(*rules: tuple[Any, str]) -> None:
+    """Raises ModelError with the message of the first rule that holds."""
+    for holds, message in rules:
+        if holds:
+            raise ModelError(message)

@@ -18,32 +18,11 @@ from jaxtyping import Array, Float
 from tlt_jax.models import low_rank, params as trees
 from tlt_jax.models.low_rank import Lora, LowRank, merged
 from tlt_jax.models.params import Tiles, Weight
+from tlt_jax.models.rope import Rope
 
 # Vocabularies are padded to a multiple of this, so that the weights of a run divide over every usual `model` axis without more
 # padding.
 VOCAB_MULTIPLE = 64
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding: base frequency, and scaling to longer contexts."""
-
-    theta: float = 10000.0
-    kind: str = "default"  # default | linear | llama3 | yarn | longrope | proportional
-    factor: float = 1.0
-    original_max_positions: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
-    fraction: float = 1.0  # of the numbers of a head, from the first on, that are rotated
-    # Of longrope, for each rotated pair: what the angle is divided by, in runs whose sequences all end before
-    # original_max_positions, and in runs with longer ones (`is_long`).
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-    is_long: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tlt_jax.errors import ModelError
-from tlt_jax.models.architecture import ModelConfig, Rope
+from tlt_jax.errors import ModelError, refuse
+from tlt_jax.models.architecture import ModelConfig
+from tlt_jax.models.rope import ROPES, read_ropes, write_rope, write_ropes
 
 Raw = Mapping[str, Any]  # of a config.json
-
-
-ROPES = "default", "linear", "llama3", "yarn"
 
 
 class Family(NamedTuple):
@@ -161,16 +158,6 @@ def write_qwen_windows(config: ModelConfig) -> dict[str, Any]:
     return write_switched_windows(config) | {"max_window_layers": first}
 
 
-def write_ropes(config: ModelConfig) -> dict[str, Any]:
-    """Rotary embeddings by the type of layer, in the dialect of transformers 5 alone."""
-
-    def of(rope: Rope) -> dict[str, Any]:
-        return {"rope_theta": rope.theta, **(write_rope(rope) or {"rope_type": "default"})}
-
-    local = config.window_rope or config.rope
-    return {"rope_parameters": {"full_attention": of(config.rope), "sliding_attention": of(local)}}
-
-
 def write_phi3(config: ModelConfig) -> dict[str, Any]:
     original = config.rope.original_max_positions or config.max_positions
     return write_window(config) | NO_PADDING | {
@@ -188,7 +175,11 @@ def write_olmo(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_olmo3(config: ModelConfig) -> dict[str, Any]:
-    return write_olmo(config) | write_windows(config) | write_ropes(config)
+    return (
+        write_olmo(config)
+        | write_windows(config)
+        | write_ropes(config.rope, config.window_rope or config.rope)
+    )
 
 
 def read_gemma(raw: Raw) -> dict[str, Any]:
@@ -218,7 +209,7 @@ def write_gemma(config: ModelConfig) -> dict[str, Any]:
 
 def write_gemma3(config: ModelConfig) -> dict[str, Any]:
     local = {"rope_local_base_freq": (config.window_rope or config.rope).theta}
-    return write_gemma(config) | local | write_ropes(config)
+    return write_gemma(config) | local | write_ropes(config.rope, config.window_rope or config.rope)
 
 
 def read_gemma4(raw: Raw) -> dict[str, Any]:
@@ -276,7 +267,7 @@ def write_gemma4(config: ModelConfig) -> dict[str, Any]:
         | own
         | NO_PADDING
         | write_windows(config)
-        | write_ropes(config)
+        | write_ropes(config.rope, config.window_rope or config.rope)
     )
 
 
@@ -452,7 +443,7 @@ def from_hf_config(
             head_dim=raw.get("head_dim") or width // heads,
             mlp_dim=raw["intermediate_size"],
             max_positions=positions,
-            **read_ropes(raw, positions, family, windows),
+            **read_ropes(raw, positions, windows, family.ropes, family.local_theta),
             windows=windows,
             rms_eps=raw.get("rms_norm_eps", 1e-6),
             tied=bool(raw.get("tie_word_embeddings", False)),
@@ -476,13 +467,6 @@ def text_part(raw: Raw) -> Raw:
     own = {name: raw[name] for name in ("eos_token_id",) if raw.get(name) is not None}
     text = {**WITH_IMAGES[raw["model_type"]], **(raw.get("text_config") or {})}
     return text | own | {"model_type": WITH_IMAGES[raw["model_type"]]["model_type"]}
-
-
-def refuse(*rules: tuple[Any, str]) -> None:
-    """Raises ModelError with the message of the first rule that holds."""
-    for holds, message in rules:
-        if holds:
-            raise ModelError(message)
 
 
 def refuse_unsupported(raw: Mapping[str, Any]) -> None:
@@ -526,103 +510,6 @@ def check_numbers(raw: Mapping[str, Any]) -> None:
             raise ModelError(f"{name} {value!r}: use a number above 0")
 
 
-def read_ropes(
-    raw: Raw, max_positions: int, family: Family, windows: tuple[int, ...]
-) -> dict[str, Rope]:
-    """The rotary embedding, and that of layers with a window where they have their own."""
-    if family.local_theta is None:
-        return {"rope": read_rope(raw, max_positions, family.ropes)}
-    given = raw.get("rope_parameters") or {}
-    nested = {
-        name: given[name] for name in ("full_attention", "sliding_attention") if given.get(name)
-    }
-    usual = nested.get("full_attention", {} if nested else given)
-    rope = read_rope({**raw, "rope_parameters": usual}, max_positions, family.ropes)
-    local = nested.get("sliding_attention") or {
-        "rope_theta": raw.get("rope_local_base_freq") or family.local_theta or rope.theta
-    }
-    local = read_rope({"rope_parameters": local}, max_positions, family.ropes)
-    return {"rope": rope} | ({"window_rope": local} if windows and local != rope else {})
-
-
-def read_rope(raw: Mapping[str, Any], max_positions: int, ropes: tuple[str, ...]) -> Rope:
-    """The rotary embedding in either dialect: rope_theta + rope_scaling, or rope_parameters; `ropes`: the types that may be."""
-    scaling = dict(raw.get("rope_parameters") or {}) | dict(raw.get("rope_scaling") or {})
-    per_layer = any(isinstance(value, Mapping) for value in scaling.values())
-    unused = sorted(scaling.keys() - {"rope_theta", "partial_rotary_factor", "rope_type", "type"})
-    named = scaling.get("rope_type") or scaling.get("type")
-    kind = "longrope" if named == "su" else named or "default"
-    part = scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
-    known, is_partial = f"{', '.join(ropes[:-1])} or {ropes[-1]}", ropes != ROPES
-    theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0
-    refuse(
-        (per_layer, f"rope_parameters per layer type ({', '.join(scaling)}) are not supported, only one for all"),
-        (unused and not named,
-         f"rope_scaling with {', '.join(unused)} has no rope_type: add one of {', '.join(ropes)}"),
-        (kind not in ropes, f"rope type {kind!r} is not supported: use {known}"),
-        (part != 1 and not is_partial, f"partial_rotary_factor {part} is not supported, only 1.0"),
-        (not 0 < part <= 1, f"partial_rotary_factor {part}: use a number above 0 and at most 1"),
-    )  # fmt: skip
-    if kind == "default":
-        return Rope(theta=float(theta), fraction=float(part))
-    if kind == "proportional":
-        return Rope(float(theta), kind, float(scaling.get("factor") or 1), fraction=float(part))
-    needed = {
-        "longrope": ("short_factor", "long_factor"),
-        "llama3": ("low_freq_factor", "high_freq_factor", "factor"),
-        "linear": ("factor",),
-        "yarn": (),
-    }[kind]
-    missing = [name for name in needed if scaling.get(name) is None]
-    if missing:
-        raise ModelError(f"rope scaling {kind} lacks {', '.join(missing)}")
-    original = raw.get("original_max_position_embeddings") or scaling.get(
-        "original_max_position_embeddings"
-    )
-    original = original or max_positions
-    factor = float(scaling.get("factor") or max_positions / original)
-    rope = Rope(float(theta), kind, factor, fraction=float(part))
-    if kind == "linear":
-        return rope
-    rope = replace(rope, original_max_positions=original)
-    if kind == "longrope":
-        return replace(
-            rope,
-            short_factors=tuple(map(float, scaling["short_factor"])),
-            long_factors=tuple(map(float, scaling["long_factor"])),
-            attention_factor=longrope_attention_factor(scaling, factor, original),
-        )
-    if kind == "llama3":
-        low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-        return replace(rope, low_freq_factor=low, high_freq_factor=high)
-    return replace(
-        rope,
-        beta_fast=float(scaling.get("beta_fast") or 32),
-        beta_slow=float(scaling.get("beta_slow") or 1),
-        truncate=bool(scaling.get("truncate", True)),
-        attention_factor=yarn_attention_factor(scaling, factor),
-    )
-
-
-def longrope_attention_factor(scaling: Mapping[str, Any], factor: float, original: int) -> float:
-    """LongRoPE's factor of cosine and sine, as transformers computes it where it is not given (arXiv 2402.13753)."""
-    if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
-    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-
-
-def yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
-    """YaRN's factor of cosine and sine: given, or from the scaling factor (arXiv 2309.00071, eq. 22)."""
-    if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
-
-    def scale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    return scale(above) / scale(below) if above and below else scale(1.0)
-
-
 def to_hf_config(config: ModelConfig, dtype: Any) -> dict[str, Any]:
     """The config.json of this model, in the dialect that transformers 4 and 5, vLLM and SGLang read."""
     family = FAMILIES[config.family]
@@ -657,36 +544,6 @@ def eos_entry(config: ModelConfig) -> dict[str, Any]:
     if not config.eos_ids:
         return {}
     return {"eos_token_id": config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids)}
-
-
-def write_rope(rope: Rope) -> dict[str, Any] | None:
-    """The rope_scaling entry."""
-    fields = {
-        "default": {},
-        "linear": {"factor": rope.factor},
-        "llama3": {
-            "factor": rope.factor,
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_max_positions,
-        },
-        "yarn": {
-            "factor": rope.factor,
-            "original_max_position_embeddings": rope.original_max_positions,
-            "attention_factor": rope.attention_factor,
-            "beta_fast": rope.beta_fast,
-            "beta_slow": rope.beta_slow,
-            "truncate": rope.truncate,
-        },
-        "proportional": {"partial_rotary_factor": rope.fraction}
-        | ({"factor": rope.factor} if rope.factor != 1 else {}),
-        "longrope": {
-            "short_factor": list(rope.short_factors),
-            "long_factor": list(rope.long_factors),
-            "attention_factor": rope.attention_factor,
-        },
-    }[rope.kind]
-    return {"rope_type": rope.kind, **fields} if fields else None
 
 
 def new_config(init: Mapping[str, Any], vocab_size: int, eos_ids: Iterable[int]) -> ModelConfig:

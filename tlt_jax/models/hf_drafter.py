@@ -26,11 +26,11 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from tlt_jax.errors import ModelError
+from tlt_jax.errors import ModelError, refuse
 from tlt_jax.models import drafter as drafters, hf, hf_config
 from tlt_jax.models.architecture import NORMED, ModelConfig
 from tlt_jax.models.drafter import DrafterConfig, DrafterParams, check_ids, check_policy
-from tlt_jax.models.hf_config import from_hf_config, read_json, refuse, to_hf_config
+from tlt_jax.models.hf_config import from_hf_config, read_json, to_hf_config
 
 WEIGHTS = "model.safetensors"
 ACCEPTANCE = "acceptance.json"  # acceptance by depth; other engines do not read it
