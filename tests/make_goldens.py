@@ -31,7 +31,10 @@ def all_float64() -> Iterator[None]:
 def reference(directory: Path) -> torch.nn.Module:
     """The model of a directory in float64; its forward pass is to be called inside all_float64."""
     model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float64, attn_implementation="eager"
+        directory,
+        dtype=torch.float64,
+        attn_implementation="eager",
+        experts_implementation="eager",
     )
     with all_float64():
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)

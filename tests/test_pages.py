@@ -15,7 +15,7 @@ from tlt_jax.config.knobs import knobs
 from tlt_jax.config.validate import validate_rl
 from tlt_jax.errors import ConfigError
 from tlt_jax.metrics import names
-from tlt_jax.models import hf_config
+from tlt_jax.models import hf_families
 
 ROOT = Path(tlt_jax.__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -126,7 +126,7 @@ def test_an_algorithm_of_the_table_is_a_configuration(name):
 def test_the_page_of_models_names_the_families():
     (table,) = re.findall(r"^\| `model_type` .*?\n\n", text_of(DOCS / "models.md"), re.M | re.S)
     named = set(re.findall(r"^\| `(\w+)` \| ", table, re.M)) - {"model_type"}
-    assert named == hf_config.FAMILIES.keys()
+    assert named == hf_families.FAMILIES.keys()
 
 
 def test_the_page_of_versions_has_the_bounds_of_the_project():

@@ -86,7 +86,7 @@ def both(name: str, dtype: str, batch: int, nodes: int, fused: Fused) -> list[li
         ends = []
         for one, of in ((layer, config), (drafts.layers, drafter.layers)):
             norm = one.attention_norm
-            total, normed = decoder_layer.finish_nodes(one, of, x, attended, norm, fused)
+            total, normed, _ = decoder_layer.finish_nodes(one, of, x, attended, norm, fused)
             ends += [total, ops.rms_norm(total, norm, of.rms_eps, 0) if normed is None else normed]
         return [*heads, *drafted, *ends]
 

@@ -233,9 +233,16 @@ def test_defaults_are_those_of_transformers():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mixtral"}, "model_type 'mixtral'.*qwen2, qwen3, llama"),
+        ({"model_type": "deepseek_v3"}, "model_type 'deepseek_v3'.*qwen2, qwen3, qwen2_moe"),
         ({"model_type": None}, "model_type None"),
         ({"num_experts": 8}, "num_experts 8: mixture of experts"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 5},
+            "a token cannot choose 5 of 4 experts",
+        ),
+        ({"model_type": "mixtral", "n_routed_experts": 4}, "n_routed_experts 4: mixture"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv is not supported"),
+        ({"model_type": "qwen3_moe", "moe_intermediate_size": 0}, "moe_intermediate_size 0: use"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types chunked_attention"),
         ({"sliding_window": 0}, "sliding_window 0: use a whole number of at least 1"),
         (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ VOCAB_MULTIPLE = 64
 class ModelConfig:
     """Sizes and features of a policy: hashable, a static argument of every program."""
 
-    family: str  # of hf_config.FAMILIES
+    family: str  # of hf_families.FAMILIES
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -78,6 +78,15 @@ class ModelConfig:
     tied: bool = False
     init_std: float = 0.02
     eos_ids: tuple[int, ...] = ()
+    # Mixture of experts, of all layers but `dense_layers`: a token has `experts_per_token` of `num_experts` MLPs of width
+    # `expert_dim`, weighted by the router's probabilities, which sum to 1 where they are normed; and where `shared_dim` is not
+    # 0 one MLP of that width that all tokens have, times a gate.
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_dim: int = 0
+    shared_dim: int = 0
+    normed_gates: bool = False
+    dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -94,6 +103,10 @@ class ModelConfig:
         if rope.kind == "longrope" and factors != {width // 2}:
             raise ValueError(
                 f"longrope has {sorted(factors)} factors for {width // 2} rotated pairs: give one for each"
+            )
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"a token cannot choose {self.experts_per_token} of {self.num_experts} experts: correct one of the two"
             )
 
     @property
@@ -139,14 +152,20 @@ class ModelConfig:
     @property
     def divisors(self) -> tuple[list[int], str]:
         """The sizes of the mesh's `model` axis over which it divides, and the sizes that say so."""
-        H, shapes = self.num_heads, {(kind.num_kv_heads, kind.mlp_dim) for kind in self.groups}
+        H, kv_heads = self.num_heads, {kind.num_kv_heads for kind in self.groups}
+        widths = {width for kind in self.groups for width in (kind.mlp_dim, kind.expert_dim)} - {0}
         fits = [
             n
             for n in range(1, H + 1)
-            if all(H % n == F % n == 0 and 0 in (K % n, n % K) for K, F in shapes)
+            if all(F % n == 0 for F in (H, *widths)) and all(0 in (K % n, n % K) for K in kv_heads)
         ]
-        K, F = (" or ".join(map(str, sorted({*one}))) for one in zip(*shapes, strict=True))
+        F, K = (" or ".join(map(str, sorted(one))) for one in (widths, kv_heads))
         return fits, f"{H} attention heads, {F} MLP width, {K} KV heads"
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers with experts."""
+        return tuple(i for i, kind in enumerate(self.kinds) if kind.num_experts)
 
     @property
     def longest(self) -> int:
@@ -172,9 +191,17 @@ class ModelConfig:
         )
 
 
+EXPERTS = "num_experts", "experts_per_token", "expert_dim", "shared_dim"
+
+
 @cache
 def kinds(config: ModelConfig) -> tuple[ModelConfig, ...]:
     """See ModelConfig.kinds."""
+    if config.num_experts:
+        dense = replace(config, **dict.fromkeys(EXPERTS, 0), normed_gates=False, dense_layers=())
+        sparse = replace(config, mlp_dim=config.shared_dim, dense_layers=())
+        layers = range(config.num_layers)
+        return tuple(dense if layer in config.dense_layers else sparse for layer in layers)
     if not any((config.full_head_dim, config.full_kv_heads, config.shared_layers)):
         return (config,) * config.num_layers
     alike = {"full_head_dim": 0, "full_kv_heads": 0, "shared_layers": 0, "shared_mlp_dim": 0}
@@ -197,7 +224,7 @@ class Layer:
 
     Matrices are [out, in], as in HF files. Norms of what attention and MLP read, or of what they give (`attended_norm`,
     `mlp_out_norm`). `input_gate`, `input_out` and `input_norm`: of what a layer gets of its token. `out_scale`: see
-    ModelConfig.
+    ModelConfig. Of a layer with N experts, `gate`, `up` and `down` are the MLP that all tokens have, if there is one.
     """
 
     attention_norm: Float[Array, "*L D"] | None
@@ -213,9 +240,9 @@ class Layer:
     k_norm: Float[Array, "*L _"] | None
     attended_norm: Float[Array, "*L D"] | None
     mlp_norm: Float[Array, "*L D"] | None
-    gate: Float[Array, "*L F D"] | LowRank
-    up: Float[Array, "*L F D"] | LowRank
-    down: Float[Array, "*L D F"] | LowRank
+    gate: Float[Array, "*L F D"] | LowRank | None
+    up: Float[Array, "*L F D"] | LowRank | None
+    down: Float[Array, "*L D F"] | LowRank | None
     gate_bias: Float[Array, "*L F"] | None
     up_bias: Float[Array, "*L F"] | None
     down_bias: Float[Array, "*L D"] | None
@@ -224,6 +251,11 @@ class Layer:
     input_out: Float[Array, "*L D P"] | None = None
     input_norm: Float[Array, "*L D"] | None = None
     out_scale: Float[Array, "*L 1"] | None = None
+    router: Float[Array, "*L N D"] | None = None
+    expert_gate: Float[Array, "*L N X D"] | None = None
+    expert_up: Float[Array, "*L N X D"] | None = None
+    expert_down: Float[Array, "*L N D X"] | None = None
+    shared_gate: Float[Array, "*L 1 D"] | None = None
 
 
 @struct.dataclass
@@ -243,8 +275,8 @@ class JoinedLayer:
     k_norm: Float[Array, " _"] | None
     attended_norm: Float[Array, " D"] | None
     mlp_norm: Float[Array, " D"] | None
-    gate_up: Float[Array, "2 F D"] | LowRank | Tiles
-    down: Float[Array, "D F"] | LowRank | Tiles
+    gate_up: Float[Array, "2 F D"] | LowRank | Tiles | None
+    down: Float[Array, "D F"] | LowRank | Tiles | None
     gate_up_bias: Float[Array, "2 F"] | None
     down_bias: Float[Array, " D"] | None
     mlp_out_norm: Float[Array, " D"] | None
@@ -252,9 +284,13 @@ class JoinedLayer:
     input_out: Float[Array, "D P"] | None = None
     input_norm: Float[Array, " D"] | None = None
     out_scale: Float[Array, " 1"] | None = None
+    router: Float[Array, "N D"] | None = None
+    expert_gate_up: Float[Array, "N 2 X D"] | None = None
+    expert_down: Float[Array, "N D X"] | None = None
+    shared_gate: Float[Array, "1 D"] | None = None
 
 
-JOINED = ("qkv", "qkv_bias", "gate_up", "gate_up_bias")
+JOINED = ("qkv", "qkv_bias", "gate_up", "gate_up_bias", "expert_gate_up")
 
 
 @struct.dataclass
@@ -312,6 +348,9 @@ def layer_weights(config: ModelConfig, kv_heads: int, kv_axis: str | None) -> La
     after, has_k, P = config.norms != "before", config.has_kv, config.token_inputs
     has_v = has_k and not config.keys_as_values
     kv = Weight((KE, D), (kv_axis, "embed"))
+    N, X = config.num_experts, config.expert_dim
+    wide = Weight((F, D), ("mlp", "embed")) if F else None
+    expert_wide = Weight((N, X, D), (None, "mlp", "embed")) if N else None
     return Layer(
         attention_norm=norm(before),
         q=Weight((HE, D), ("heads", "embed")),
@@ -326,9 +365,9 @@ def layer_weights(config: ModelConfig, kv_heads: int, kv_axis: str | None) -> La
         k_norm=norm(k_size > 0 and has_k, k_size, kv_axis if is_wide else None),
         attended_norm=norm(after),
         mlp_norm=norm(before),
-        gate=Weight((F, D), ("mlp", "embed")),
-        up=Weight((F, D), ("mlp", "embed")),
-        down=Weight((D, F), ("embed", "mlp")),
+        gate=wide,
+        up=wide,
+        down=Weight((D, F), ("embed", "mlp")) if F else None,
         gate_bias=bias(config.mlp_bias, F, "mlp"),
         up_bias=bias(config.mlp_bias, F, "mlp"),
         down_bias=bias(config.mlp_bias, D, None),
@@ -337,6 +376,11 @@ def layer_weights(config: ModelConfig, kv_heads: int, kv_axis: str | None) -> La
         input_out=Weight((D, P), ("embed", None)) if P else None,
         input_norm=norm(P > 0),
         out_scale=Weight((1,), (None,), "ones") if config.out_scale else None,
+        router=Weight((N, D), (None, "embed")) if N else None,
+        expert_gate=expert_wide,
+        expert_up=expert_wide,
+        expert_down=Weight((N, D, X), (None, "embed", "mlp")) if N else None,
+        shared_gate=Weight((1, D), (None, "embed")) if N and F else None,
     )
 
 
@@ -361,12 +405,13 @@ def joined(layer: Any, **matrices: Any) -> JoinedLayer:
 def joined_weights(config: ModelConfig, model_axis: int, lora: Lora | None = None) -> JoinedLayer:
     """A Weight for every array of one layer in the "rollout" layout, and for the factors of adapters that are kept apart."""
     D, F, E = config.hidden_size, config.mlp_dim, config.head_dim
-    K = rollout_kv_heads(config, model_axis)
+    K, N, X = rollout_kv_heads(config, model_axis), config.num_experts, config.expert_dim
     apart = layer_weights(config, K, "kv_heads")
     qkv_parts = [name for name in ("q", "k", "v") if getattr(apart, name) is not None]
     heads = config.num_heads // K + len(qkv_parts) - 1
     qkv = Weight((K, heads, E, D), ("kv_heads", None, None, "embed"))
     gate_up = Weight((2, F, D), (None, "mlp", "embed"))
+    expert_gate_up = Weight((N, 2, X, D), (None, None, "mlp", "embed"))
 
     def bias(wanted: bool, matrix: Weight) -> Weight | None:
         return Weight(matrix.shape[:-1], matrix.axes[:-1], "zeros") if wanted else None
@@ -375,15 +420,16 @@ def joined_weights(config: ModelConfig, model_axis: int, lora: Lora | None = Non
         apart,
         qkv=qkv,
         qkv_bias=bias(config.qkv_bias, qkv),
-        gate_up=gate_up,
+        gate_up=gate_up if F else None,
         gate_up_bias=bias(config.mlp_bias, gate_up),
+        expert_gate_up=expert_gate_up if N else None,
     )
     parts = {"qkv": qkv_parts, "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
     changed = {}
     for name, members in parts.items():
         if lora and (count := len(set(members) & set(lora.fields))):
-            matrix = getattr(layer, name)
-            changed[name] = with_factors(matrix, count * lora.rank, 1.0)
+            if (matrix := getattr(layer, name)) is not None:
+                changed[name] = with_factors(matrix, count * lora.rank, 1.0)
     return layer.replace(**changed)
 
 
@@ -509,6 +555,9 @@ def join(layer: Layer, config: ModelConfig, K: int) -> JoinedLayer:
         qkv_bias=low_rank.joined(present(layer.q_bias, layer.k_bias, layer.v_bias), qkv),
         gate_up=low_rank.joined((layer.gate, layer.up), jnp.stack),
         gate_up_bias=low_rank.joined((layer.gate_bias, layer.up_bias), jnp.stack),
+        expert_gate_up=low_rank.joined(
+            (layer.expert_gate, layer.expert_up), partial(jnp.stack, axis=1)
+        ),
     )
 
 

@@ -162,7 +162,7 @@ def draft_block(
         params.layers, params.layers[1:], cache.keys, cache.values, first, strict=False
     ):
         past = keys, values, lengths, cache.slots_last
-        (x, normed), _, _, arrivals = tree_layer(
+        (x, normed), _, _, arrivals, _ = tree_layer(
             layer, config.layers, (x, normed), following.attention_norm, angles, seen, past, fused, arrivals, begin
         )  # fmt: skip
     with jax.named_scope("layer"):
@@ -173,7 +173,7 @@ def draft_block(
         attended, _ = tree_attention.attend(q, k, v, seen, *past, fused, first=begin)
         x = x.reshape(-1, B, N)[:, :, outputs].reshape(len(x), -1)
         attended = ops.by_feature(attended)
-        x, normed = finish_nodes(last, config.layers, x, attended, params.final_norm, fused)
+        x, normed, _ = finish_nodes(last, config.layers, x, attended, params.final_norm, fused)
     x = ops.rms_norm(x, params.final_norm, config.layers.rms_eps, 0) if normed is None else normed
     # A CPU is slow at a product that reads its tokens along columns, into which XLA would turn the head's.
     return jax.lax.optimization_barrier(x.T).reshape(B, levels, -1)

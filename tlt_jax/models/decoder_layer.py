@@ -17,9 +17,10 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 from tlt_jax.kernels import packed_attention, product_parts, projections, tree_attention
 from tlt_jax.kernels.fused import Fused
 from tlt_jax.kernels.numerics import finite, sound
-from tlt_jax.models import layers as ops, low_rank, remat as remats
+from tlt_jax.models import layers as ops, low_rank, moe, remat as remats
 from tlt_jax.models.architecture import JoinedLayer, Layer, ModelConfig, Rope
 from tlt_jax.models.low_rank import LowRank, is_low_rank
+from tlt_jax.models.moe import Routed
 from tlt_jax.models.params import Tiles, whole
 from tlt_jax.shapes import shaped
 
@@ -147,29 +148,60 @@ def finish(
     attended: Float[Array, "*A HE"],
     axis: int,
     given: Float[Array, "*A P"] | None = None,
-) -> Float[Array, "*A D"]:
-    """The layer's output: the projection of attention's result is added, then the MLP, then what is `given` of each token."""
+    replayed: Int[Array, "*A k"] | None = None,
+    mesh: Mesh | None = None,
+    fused: Fused | None = None,
+) -> tuple[Float[Array, "*A D"], Routed | None]:
+    """The layer's output: the projection of attention's result is added, then the MLP, then what is `given` of each token.
+
+    Also what its router did; `replayed`: see moe.route.
+    """
     scale = config.residual_scale
 
-    def add(
-        x: Array, y: Array, matrix: Array | LowRank | Tiles, bias: Array | None, weight: Array | None
-    ) -> Array:  # fmt: skip
-        y = norm(ops.project(y, matrix, bias, axis), weight, config, axis)
+    def add(x: Array, y: Array, weight: Array | None) -> Array:
+        y = norm(y, weight, config, axis)
         return x + (y if scale == 1 else scale * y)
 
     with jax.named_scope("attention"):
-        x = add(x, attended, layer.o, layer.o_bias, layer.attended_norm)
-        x = remats.named(x, remats.ATTENDED)
+        y = ops.project(attended, layer.o, layer.o_bias, axis)
+        x = remats.named(add(x, y, layer.attended_norm), remats.ATTENDED)
 
     with jax.named_scope("mlp"):
-        inner = gated(layer, norm(x, layer.mlp_norm, config, axis), axis, config.activation)
-        x = add(x, inner, layer.down, layer.down_bias, layer.mlp_out_norm)
+        y = norm(x, layer.mlp_norm, config, axis)
+        y, routed = mlp(layer, config, y, axis, replayed, mesh, fused)
+        x = add(x, y, layer.mlp_out_norm)
 
     if given is not None:
         with jax.named_scope("token"):
             gate = ACTIVATIONS[config.activation](ops.project(x, layer.input_gate, None, axis))
-            x = add(x, gate * given, layer.input_out, None, layer.input_norm)
-    return x if layer.out_scale is None else x * jax.lax.stop_gradient(layer.out_scale)
+            x = add(x, ops.project(gate * given, layer.input_out, None, axis), layer.input_norm)
+    x = x if layer.out_scale is None else x * jax.lax.stop_gradient(layer.out_scale)
+    return x, routed
+
+
+def mlp(
+    layer: Layer | JoinedLayer,
+    config: ModelConfig,
+    y: Float[Array, "*A D"],
+    axis: int,
+    replayed: Int[Array, "*A k"] | None = None,
+    mesh: Mesh | None = None,
+    fused: Fused | None = None,
+) -> tuple[Float[Array, "*A D"], Routed | None]:
+    """What the MLP, or the experts with the one that all tokens have, make of the normed input; and what the router did."""
+    shared = None
+    if layer.down is not None:
+        inner = gated(layer, y, axis, config.activation)
+        shared = ops.project(inner, layer.down, layer.down_bias, axis)
+    if layer.router is None:
+        return shared, None
+    if shared is not None:
+        shared = jax.nn.sigmoid(ops.project(y, layer.shared_gate, None, axis)) * shared
+    y = y.T if axis == 0 else y
+    given = ACTIVATIONS[config.activation], replayed, mesh, fused
+    mixed, routed = moe.mix(layer, config, y, *given)
+    mixed = mixed.T if axis == 0 else mixed
+    return mixed if shared is None else mixed + shared, routed
 
 
 def finish_nodes(
@@ -180,11 +212,15 @@ def finish_nodes(
     next_norm: Float[Array, " D"] | None,
     fused: Fused | None,
     given: Float[Array, "P BN"] | None = None,
-) -> tuple[Float[Array, "D BN"], Float[Array, "D BN"] | None]:
-    """`finish` of tree nodes, by kernels where there are some; and that normed by `next_norm` where one kernel makes both."""
-    eps = config.rms_eps
+) -> tuple[Float[Array, "D BN"], Float[Array, "D BN"] | None, Routed | None]:
+    """`finish` of tree nodes, by kernels where there are some.
+
+    Between both also that normed by `next_norm` where one kernel makes both.
+    """
+    eps, mesh = config.rms_eps, None if fused is None else fused.mesh
     if not config.is_usual:
-        return finish(layer, config, x, attended, 0, given), None
+        x, routed = finish(layer, config, x, attended, 0, given, None, mesh, fused)
+        return x, None, routed
 
     def add(
         x: Array, y: Array, weight: Array | LowRank | Tiles, bias: Array | None, arrivals: Array | None, norm: Array | None
@@ -210,13 +246,16 @@ def finish_nodes(
         matrices = (layer.gate_up,) if joined else (layer.gate, layer.up)
         biases = (layer.gate_up_bias,) if joined else (layer.gate_bias, layer.up_bias)
         found = None
-        if all(isinstance(matrix, jax.Array) for matrix in matrices):
+        if all(isinstance(matrix, jax.Array) for matrix in matrices) and layer.router is None:
             found = projections.gated(x, layer.mlp_norm, matrices, biases, eps, fused)
         if found is None:
             normed = ops.rms_norm(x, layer.mlp_norm, eps, 0) if normed is None else normed
+            if layer.router is not None:
+                y, routed = mlp(layer, config, normed, 0, None, mesh, fused)
+                return x + y, None, routed
             found = gated(layer, normed, 0), None
         y, arrivals = found
-        return add(x, y, layer.down, layer.down_bias, arrivals, next_norm)
+        return *add(x, y, layer.down, layer.down_bias, arrivals, next_norm), None
 
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
@@ -258,10 +297,12 @@ def packed_layer(
     index: int | Int[Array, ""] = 0,
     kv: tuple[Float[Array, "B T K E"], Float[Array, "B T K E"]] | None = None,
     given: Float[Array, "B T P"] | None = None,
-) -> tuple[Float[Array, "B T D"], Float[Array, "B T K E"], Float[Array, "B T K E"]]:
-    """The layer's output, and the keys and values to which it attends. `index`: of the layer.
+    replayed: Int[Array, "B T k"] | None = None,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T K E"], Float[Array, "B T K E"], Routed | None]:
+    """The layer's output, the keys and values to which it attends, and what its router did. `index`: of the layer.
 
-    `kv`: those of another layer, for one that has none. `given`: what the layer gets of each token. `for_cache`: values are
+    `kv`: those of another layer, for one that has none. `given`: what the layer gets of each token. `replayed`: see moe.route.
+    `for_cache`: values are
     finite, and keys NaN where values were not: tokens that see them are NaN, no others. At padding both are finite. Without
     it, a token that is not finite may make its whole row so; such an update is skipped.
     """
@@ -285,7 +326,9 @@ def packed_layer(
     else:
         which = jnp.array([[*forms].index(window) for window in config.windows])[index]
         attended = jax.lax.switch(which, [*forms.values()], q, k, v, segments)
-    return finish(layer, config, x, attended.reshape(*x.shape[:2], -1), -1, given), k, v
+    attended = attended.reshape(*x.shape[:2], -1)
+    x, routed = finish(layer, config, x, attended, -1, given, replayed, mesh)
+    return x, k, v, routed
 
 
 @shaped
@@ -434,8 +477,9 @@ def tree_layer(
     Float[Array, "B K E N"],
     Float[Array, "B K N E"],
     Int32[Array, "B K tiles"] | None,
+    Routed | None,
 ]:
-    """The layer's output, the keys and values of tree nodes, and `arrivals` of the next layer's tree_attention.attend.
+    """The layer's output, keys and values of tree nodes, `arrivals` of the next layer's attention, what the router did.
 
     `past`: the cached keys and values, the number of committed slots of each sequence, and whether the values have slots
     on their last axis. `first`, `wraps`: see tree_attention.attend. `kv`: of the nodes in another layer, and `past` of that
@@ -446,5 +490,6 @@ def tree_layer(
     k, v = kv if k is None else (k, v)
     options = *past, fused, arrivals, first, wraps, config.score_cap
     attended, arrivals = tree_attention.attend(q, k, v, ancestors, *options)
-    ended = finish_nodes(layer, config, x[0], ops.by_feature(attended), next_norm, fused, given)
-    return ended, k, v, arrivals
+    attended = ops.by_feature(attended)
+    *ended, routed = finish_nodes(layer, config, x[0], attended, next_norm, fused, given)
+    return tuple(ended), k, v, arrivals, routed

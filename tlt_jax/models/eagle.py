@@ -136,7 +136,9 @@ def nodes_out(
 ) -> Float[Array, "B N Z"]:
     """Hidden states of nodes after attention: the next level of the tree and the head read them."""
     norm = params.final_norm if config.norm_output else None
-    x, normed = finish_nodes(params.layers, config.layers, x, ops.by_feature(attended), norm, fused)
+    x, normed, _ = finish_nodes(
+        params.layers, config.layers, x, ops.by_feature(attended), norm, fused
+    )
     if norm is not None:
         x = ops.rms_norm(x, norm, config.layers.rms_eps, 0) if normed is None else normed
     return x.T.reshape(attended.shape[0], attended.shape[3], -1)

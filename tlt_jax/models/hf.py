@@ -24,14 +24,8 @@ from tlt_jax import atomic
 from tlt_jax.config.parse import HUB_ID
 from tlt_jax.errors import ModelError
 from tlt_jax.models.architecture import Layer, ModelConfig, Params, abstract, weights
-from tlt_jax.models.hf_config import (
-    FAMILIES,
-    Family,
-    eos_entry,
-    read_json,
-    reads_images,
-    to_hf_config,
-)
+from tlt_jax.models.hf_config import eos_entry, read_json, reads_images, to_hf_config
+from tlt_jax.models.hf_families import FAMILIES, Family
 from tlt_jax.models.low_rank import merged
 
 TOP = {
@@ -65,7 +59,14 @@ IN_LAYER = {
     "input_out": "per_layer_projection.weight",
     "input_norm": "post_per_layer_input_norm.weight",
     "out_scale": "layer_scalar",
+    "router": "mlp.gate.weight",
+    "expert_gate": "mlp.experts.{}.gate_proj.weight",
+    "expert_up": "mlp.experts.{}.up_proj.weight",
+    "expert_down": "mlp.experts.{}.down_proj.weight",
+    "shared_gate": "mlp.shared_expert_gate.weight",
 }
+# Of a layer with experts: the MLP that all tokens have.
+SHARED = {name: f"mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")}
 LLAMA = FAMILIES["llama"]
 log = logging.getLogger(__name__)
 PyTree = Any
@@ -94,9 +95,10 @@ IMAGE_FILES = "preprocessor_config.json", "processor_config.json"
 class Tensor(NamedTuple):
     """One tensor of the files: its name and shape, the leaf that it is in the tree of weights, and its dtype.
 
-    `leaf`: a path of attributes, as "layers.q". `layer`: the index of the tensor in a leaf that is stacked, else None.
-    dtype None: the dtype of the weights. `below`: further leaves of the tensor, which has one below the other; `rows`: of
-    each. `columns`: of each, where each also stands to the right of the one before, and zeros around them; 0: where not.
+    `leaf`: a path of attributes, as "layers.q". `layer`: the index of the tensor in a leaf that is stacked, else None;
+    `expert`: likewise, in a layer of a leaf of experts. dtype None: the dtype of the weights. `below`: further leaves of the
+    tensor, which has one below the other; `rows`: of each. `columns`: of each, where each also stands to the right of the one
+    before, and zeros around them; 0: where not.
     """
 
     name: str
@@ -107,6 +109,7 @@ class Tensor(NamedTuple):
     below: tuple[str, ...] = ()
     rows: tuple[int, ...] = ()
     columns: int = 0
+    expert: int | None = None
 
     @property
     def leaves(self) -> tuple[str, ...]:
@@ -151,8 +154,15 @@ def tensors_of_layer(
     """The tensors of one layer: that at `place` of a stack of Weights, which is the leaf of this name; None: not stacked."""
     wholes = {fields[0]: (name, fields) for name, fields in family.joined.items()}
     parts = {field for fields in family.joined.values() for field in fields[1:]}
-    for field, name in (IN_LAYER | family.renamed).items():
+    names = IN_LAYER | family.renamed | ({} if layers.router is None else SHARED)
+    for field, name in names.items():
         if getattr(layers, field) is None or field in parts:
+            continue
+        if "{}" in name:
+            count, *shape = getattr(layers, field).shape[0 if place is None else 1 :]
+            for expert in range(count):
+                named = prefix + name.format(expert)
+                yield Tensor(named, tuple(shape), f"{leaf}.{field}", place, expert=expert)
             continue
         name, fields = wholes.get(field, (name, (field,)))
         shapes = [getattr(layers, one).shape[0 if place is None else 1 :] for one in fields]
@@ -236,11 +246,17 @@ def read_tree(
         def part(index: tuple[slice, ...]) -> np.ndarray:
             if name in known:
                 return known[name][index].astype(spec.dtype)
-            slices = [StoredRows.of(stored, tensor, name) for tensor in parts[name]]
-            if parts[name][0].layer is None:
-                return read(slices[0], index, spec.shape, spec.dtype)
-            chosen = slices[index[0]]
-            return np.stack([read(each, index[1:], spec.shape[1:], spec.dtype) for each in chosen])
+            tensor = parts[name][0]
+            stacked = 2 - (tensor.layer, tensor.expert).count(None)
+            places = np.arange(len(parts[name])).reshape(spec.shape[:stacked])[index[:stacked]]
+            found = None
+            for at, place in np.ndenumerate(places):
+                one = StoredRows.of(stored, parts[name][place], name)
+                one = read(one, index[stacked:], spec.shape[stacked:], spec.dtype)
+                if found is None:
+                    found = np.empty((*places.shape, *one.shape), spec.dtype)
+                found[at] = one
+            return found
 
         return jax.make_array_from_callback(spec.shape, spec.sharding, part)
 
@@ -498,8 +514,8 @@ def host_copy(tree: PyTree, tensor: Tensor, mesh: Mesh, dtype: np.dtype) -> np.n
     leaf, shape = leaf_at(tree, tensor.leaf), tensor.shape
     if leaf is None:
         return np.zeros(shape, dtype)
-    layer = None if tensor.layer is None else jnp.int32(tensor.layer)
-    array = np.asarray(jax.block_until_ready(fetcher(mesh, dtype)(leaf, layer)))
+    places = [jnp.int32(place) for place in (tensor.layer, tensor.expert) if place is not None]
+    array = np.asarray(jax.block_until_ready(fetcher(mesh, dtype)(leaf, *places)))
     return array[: shape[0]] if array.ndim == len(shape) else array.reshape(shape)
 
 
@@ -522,11 +538,11 @@ def block_diagonal(parts: Iterable[np.ndarray]) -> np.ndarray:
 
 
 @cache
-def fetcher(mesh: Mesh, dtype: np.dtype) -> Callable[[PyTree, jax.Array | None], jax.Array]:
-    """A jitted copy of a leaf, or of one layer of it, in this dtype to every device."""
+def fetcher(mesh: Mesh, dtype: np.dtype) -> Callable[..., jax.Array]:
+    """A jitted copy of a leaf, or of one layer of it, or of one expert there, in this dtype to every device."""
 
-    def pick(leaf: PyTree, layer: jax.Array | None) -> jax.Array:
-        one = leaf if layer is None else jax.tree.map(lambda part: part[layer], leaf)
+    def pick(leaf: PyTree, *places: jax.Array) -> jax.Array:
+        one = jax.tree.map(lambda part: part[places], leaf)
         return merged(one).astype(dtype)
 
     return jax.jit(pick, out_shardings=NamedSharding(mesh, PartitionSpec()))

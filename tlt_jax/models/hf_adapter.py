@@ -25,7 +25,7 @@ from tlt_jax.errors import ModelError
 from tlt_jax.models import hf, lora as adapting
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.hf import Tensor
-from tlt_jax.models.hf_config import FAMILIES
+from tlt_jax.models.hf_families import FAMILIES
 from tlt_jax.models.lora import Adapters
 from tlt_jax.models.low_rank import Lora
 
@@ -200,7 +200,7 @@ def save(
 
 
 def adapter_config(lora: Lora, base: str, joined: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """The content of adapter_config.json; `joined`: see hf_config.Family."""
+    """The content of adapter_config.json; `joined`: see hf_families.Family."""
     alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
     found = {name.split(".")[1]: parts for name, parts in joined.items() if parts[0] in lora.fields}
     inside = {f"{part}_proj" for parts in found.values() for part in parts}

@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from tlt_jax.errors import ModelError, refuse
-from tlt_jax.models import drafter as drafters, hf, hf_config
+from tlt_jax.models import drafter as drafters, hf, hf_families
 from tlt_jax.models.architecture import NORMED, ModelConfig
 from tlt_jax.models.drafter import DrafterConfig, DrafterParams, check_ids, check_policy
 from tlt_jax.models.hf_config import from_hf_config, read_json, to_hf_config
@@ -111,7 +111,7 @@ def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
     }
     kind, family = known.get(named[0], (None, None))
     is_block = kind is not None and drafters.KINDS[kind].is_block
-    target = [hf_config.FAMILIES[family].architecture] if family else []
+    target = [hf_families.FAMILIES[family].architecture] if family else []
     if kind is None or named[1:] not in ([[]] if is_block else [[], target]):
         raise ModelError(
             f"architectures {named} are not a supported drafter: use {', '.join(known)}"
@@ -431,10 +431,10 @@ FORMATS = {
 # Types of policies whose hidden states the code of these engines (0.33.0, 0.5.23) gives to EAGLE-3 and block drafters. Of
 # SGLang's, BLOCKLESS have EAGLE-3 alone.
 TARGETS = {
-    "vLLM": {*hf_config.FAMILIES} - {"gemma2", "gemma3_text"},
-    "SGLang": {"llama", "mistral", "phi3", "qwen2", "qwen3", "gemma3_text", "gemma4_text"},
-}
-BLOCKLESS = {"qwen2", "gemma3_text"}
+    "vLLM": {*hf_families.FAMILIES} - {"gemma2", "gemma3_text", "qwen2_moe", "olmoe", "mixtral"},
+    "SGLang": {"llama", "mistral", "phi3", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma3_text", "gemma4_text"},
+}  # fmt: skip
+BLOCKLESS = {"qwen2", "qwen2_moe", "gemma3_text"}
 
 
 def caveat(config: DrafterConfig, policy: str) -> str | None:

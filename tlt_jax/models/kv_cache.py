@@ -63,7 +63,7 @@ class Scratch:
     """Keys, values, features and states of tree nodes before `commit` selects some, or of the N tokens of whole prompts.
 
     `after`: a result of all that read the cache, where `cache_rows.write` commits keys and values; else None, and keys and
-    values depend on such a result.
+    values depend on such a result. `experts`: of each token, see moe.record.
     """
 
     keys: tuple[Float[Array, "B K E N"], ...]
@@ -71,6 +71,7 @@ class Scratch:
     features: Float[Array, "B N F"]
     states: Float[Array, "B N D"] | None = None
     after: Float[Array, "_ _"] | None = None
+    experts: Int[Array, "B N _"] | None = None
 
 
 def each(function: Callable[..., Array], cache: KVCache, *others: Scratch) -> KVCache:

@@ -14,7 +14,7 @@ from tlt_jax.config.schema import ALL_LINEAR, LORA_TARGETS, Lora as Knobs
 from tlt_jax.errors import ModelError
 from tlt_jax.models import architecture, params as trees
 from tlt_jax.models.architecture import Layer, ModelConfig, Params
-from tlt_jax.models.hf_config import FAMILIES
+from tlt_jax.models.hf_families import FAMILIES
 from tlt_jax.models.low_rank import Lora, LowRank, is_low_rank, merged
 from tlt_jax.models.params import Weight
 

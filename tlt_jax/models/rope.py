@@ -41,7 +41,7 @@ def read_ropes(
     ropes: tuple[str, ...],
     local_theta: float | None,
 ) -> dict[str, Rope]:
-    """The rotary embedding, and that of layers with a window where they have their own; see hf_config.Family."""
+    """The rotary embedding, and that of layers with a window where they have their own; see hf_families.Family."""
     if local_theta is None:
         return {"rope": read_rope(raw, max_positions, ropes)}
     given = raw.get("rope_parameters") or {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +17,28 @@ from tlt_jax.distributed.mesh import is_gpu
 from tlt_jax.kernels import cache_rows
 from tlt_jax.kernels.fused import Fused
 from tlt_jax.kernels.numerics import capped, contract, masked
-from tlt_jax.models import architecture, decoder_layer, kv_cache, layers as ops, remat as remats
+from tlt_jax.models import (
+    architecture,
+    decoder_layer,
+    kv_cache,
+    layers as ops,
+    moe,
+    remat as remats,
+)
 from tlt_jax.models.architecture import NORMED, Captures, Layer, ModelConfig, Params, head
 from tlt_jax.models.kv_cache import KVCache, Scratch
+from tlt_jax.models.moe import Routers
 from tlt_jax.models.params import Tiles, for_columns
 from tlt_jax.shapes import shaped
 
 
+def hidden(*given: Any, **options: Any) -> tuple[Float[Array, "B T D"], Float[Array, "B T F"]]:
+    """`routed_hidden` without what the routers did."""
+    return routed_hidden(*given, **options)[:2]
+
+
 @shaped
-def hidden(
+def routed_hidden(
     params: Params,
     config: ModelConfig,
     tokens: Int[Array, "B T"],
@@ -37,29 +51,37 @@ def hidden(
     longest: int | None = None,
     mesh: Mesh | None = None,
     captures: Captures = (),
-) -> tuple[Float[Array, "B T D"], Float[Array, "B T F"]]:
-    """Normed last hidden states of packed rows, and the captured features.
+    replayed: Int[Array, "B T L k"] | None = None,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T F"], Routers | None]:
+    """Normed last hidden states of packed rows, the captured features, and what the routers did.
 
-    A token attends to itself and to the earlier tokens of its segment; segment 0 is padding. No segment has more than
-    `longest` tokens. `params`: "train" layout. With a mesh, rows stay sharded over `data`, and weights are gathered layer
-    by layer. `remat`: what each layer keeps for the backward pass.
+    `replayed`: of L layers with experts, see moe.route. A token attends to itself and to the earlier tokens of its segment;
+    segment 0 is padding. No segment has more than `longest` tokens. `params`: "train" layout. With a mesh, rows stay sharded
+    over `data`, and weights are gathered layer by layer. `remat`: what each layer keeps for the backward pass.
     """
 
     rows = partial(ops.by_row, mesh=mesh)
 
+    kind, counts = config.kinds[0], segments > 0
+    ids = None if replayed is None else jnp.moveaxis(replayed, 2, 0)
+
     def body(
-        carry: tuple[Array, list[Array]], step: tuple[Array, Layer]
-    ) -> tuple[tuple[Array, list[Array]], None]:
-        (x, kept), (depth, layer) = carry, step
+        carry: tuple[Array, list[Array]], step: tuple[Array, Layer, Array | None]
+    ) -> tuple[tuple[Array, list[Array]], Routers | None]:
+        (x, kept), (depth, layer, ids) = carry, step
         layer = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), layer)
         given = angles(depth - 1), segments, block, longest, mesh
-        x = rows(decoder_layer.packed_layer(layer, config, x, *given, index=depth - 1)[0])
-        pairs = zip(captures, kept, strict=True)
-        return (x, [jnp.where(depth == capture, x, old) for capture, old in pairs]), None
+        x, *_, routed = decoder_layer.packed_layer(
+            layer, kind, x, *given, index=depth - 1, replayed=ids
+        )
+        x, pairs = rows(x), zip(captures, kept, strict=True)
+        kept = [jnp.where(depth == capture, x, old) for capture, old in pairs]
+        return (x, kept), None if routed is None else moe.measured(routed, counts)
 
     def at_depth(carry: tuple[Array, list[Array]], depth: Array):
         """`body` on the layer at this depth, read in its place: a slice of some layers would be a copy of their weights."""
-        return body(carry, (depth, jax.tree.map(lambda leaf: leaf[depth - 1], params.layers)))
+        here = jax.tree.map(lambda leaf: leaf[depth - 1], (params.layers, ids))
+        return body(carry, (depth, *here))
 
     angles = decoder_layer.angles_by_layer(
         config, lambda kind, rope: decoder_layer.packed_angles(kind, positions, compute_dtype, rope)
@@ -68,17 +90,20 @@ def hidden(
         x = rows(scaled(params.embed[tokens].astype(compute_dtype), config.embed_scale))
     if len(config.groups) > 1:
         given = segments, block, longest, mesh
-        return unlike_layers(params, config, tokens, x, angles, given, remat, captures)
+        return unlike_layers(params, config, tokens, x, angles, given, remat, captures, replayed)
     depths, carry = jnp.arange(1, config.num_layers + 1), (x, [x] * len(captures))
+    found = []
     for level, first, count in remats.spans(remat, config.num_layers):
         if count == config.num_layers:
-            carry, _ = jax.lax.scan(remats.keeping(level, body), carry, (depths, params.layers))
+            steps = depths, params.layers, ids
+            carry, routers = jax.lax.scan(remats.keeping(level, body), carry, steps)
         else:
             part = depths[first : first + count]
-            carry, _ = jax.lax.scan(remats.keeping(level, at_depth), carry, part)
+            carry, routers = jax.lax.scan(remats.keeping(level, at_depth), carry, part)
+        found.append(routers)
     x, kept = carry
     x = final(x, params.final_norm.astype(compute_dtype), config, -1)
-    return x, gathered(captures, kept, x, axis=-1)
+    return x, gathered(captures, kept, x, axis=-1), moe.joined(found, jnp.concatenate)
 
 
 def unlike_layers(
@@ -90,33 +115,40 @@ def unlike_layers(
     options: tuple[Int[Array, "B T"], int, int | None, Mesh | None],
     remat: remats.Remat,
     captures: Captures,
-) -> tuple[Float[Array, "B T D"], Float[Array, "B T F"]]:
-    """`hidden` from the first hidden states on, where layers have different shapes: one after the other, without a scan."""
+    replayed: Int[Array, "B T L k"] | None,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T F"], Routers | None]:
+    """`routed_hidden` from the first hidden states on, where layers have different shapes: one by one, without a scan."""
     rows, dtype = partial(ops.by_row, mesh=options[-1]), x.dtype
-    given = token_inputs(params, config, tokens, x)
+    given, counts = token_inputs(params, config, tokens, x), options[0] > 0
 
     def run(
-        index: int, x: Array, layer: Layer, rotation: tuple, kv: tuple | None, own: Array | None
-    ):
+        index: int, x: Array, layer: Layer, rotation: tuple, kv: tuple | None, own: Array | None, ids: Array | None
+    ):  # fmt: skip
         layer = jax.tree.map(lambda leaf: leaf.astype(dtype), layer)
         kind = config.kinds[index]
-        found = decoder_layer.packed_layer(
-            layer, kind, x, rotation, *options, index=index, kv=kv, given=own
+        x, *kv, routed = decoder_layer.packed_layer(
+            layer, kind, x, rotation, *options, index=index, kv=kv, given=own, replayed=ids
         )
-        return rows(found[0]), found[1:]
+        return rows(x), tuple(kv), None if routed is None else moe.measured(routed, counts)
 
-    kept, states = {}, [x]
+    kept, states, found, sparse = {}, [x], [], config.expert_layers
     for level, first, count in remats.spans(remat, config.num_layers):
         for index in range(first, first + count):
             layer = architecture.layer_at(params.layers, config, index)
             own = None if given is None else given[:, :, index]
-            kv = kept.get(config.kv_layers[index])
-            x, kept[index] = remats.keeping(level, partial(run, index))(
-                x, layer, angles(index), kv, own
+            kv, has_ids = (
+                kept.get(config.kv_layers[index]),
+                replayed is not None and index in sparse,
+            )
+            ids = replayed[:, :, sparse.index(index)] if has_ids else None
+            x, kept[index], routers = remats.keeping(level, partial(run, index))(
+                x, layer, angles(index), kv, own, ids
             )
             states.append(x)
+            found.append(routers)
     x = final(x, params.final_norm.astype(dtype), config, -1)
-    return x, gathered(captures, [states[capture] for capture in captures], x, axis=-1)
+    features = gathered(captures, [states[capture] for capture in captures], x, axis=-1)
+    return x, features, moe.joined(found, jnp.stack)
 
 
 @jax.named_scope("token")
@@ -199,15 +231,16 @@ def prefill(
     angles = decoder_layer.angles_by_layer(
         config, lambda kind, rope: decoder_layer.packed_angles(kind, positions, x.dtype, rope)
     )
-    inputs, kept, states = token_inputs(params, config, tokens, x), {}, [x]
+    inputs, kept, states, routed = token_inputs(params, config, tokens, x), {}, [x], []
     for index, (layer, kind) in enumerate(zip(params.layers, config.kinds, strict=True)):
         given = angles(index), segments, block
-        x, *kv = decoder_layer.packed_layer(
+        x, *kv, router = decoder_layer.packed_layer(
             layer, kind, x, *given, mesh=mesh, for_cache=True, index=index,
             kv=kept.get(config.kv_layers[index]), given=None if inputs is None else inputs[:, :, index],
         )  # fmt: skip
         kept[index] = tuple(kv)
         states.append(x)
+        routed.append(router)
 
     keys, values = [], []
     for place, index in enumerate(config.cached_layers):
@@ -216,7 +249,8 @@ def prefill(
         values.append(kv_cache.in_ring(jnp.moveaxis(v, 1, 2), lengths, ring, 2))
     normed = final(x, params.final_norm, config, -1)  # XLA removes it unless captured
     features = gathered(captures, [states[capture] for capture in captures], normed, axis=-1)
-    return Scratch(tuple(keys), tuple(values), features, normed if captures_states else None)
+    normed = normed if captures_states else None
+    return Scratch(tuple(keys), tuple(values), features, normed, None, moe.record(routed, config))
 
 
 def seen_in_windows(
@@ -256,7 +290,7 @@ def tree_forward(
     )
     seen = seen_in_windows(config, positions, ancestors)
     inputs = token_inputs(params, config, tokens.reshape(-1), x.T)
-    found, states, normed = {}, [x], None
+    found, states, normed, routed = {}, [x], None, []
     arrivals: dict[ModelConfig, Array | None] = {}  # of layers of one shape
     norms = [*(layer.attention_norm for layer in params.layers[1:]), params.final_norm]
     for index, (layer, norm, kind) in enumerate(
@@ -266,12 +300,13 @@ def tree_forward(
         place = config.cached_layers.index(source)
         past = cache.keys[place], cache.values[place], lengths, cache.slots_last
         (own, first), rotation = seen(index), angles(index)
-        (x, normed), k, v, arrivals[kind] = decoder_layer.tree_layer(
+        (x, normed), k, v, arrivals[kind], router = decoder_layer.tree_layer(
             layer, kind, (x, normed), norm, rotation, own, past, fused, arrivals.get(kind), first,
             cache.wraps(place), found.get(source), None if inputs is None else inputs[:, index].T,
         )  # fmt: skip
         found[index] = k, v
         states.append(x)
+        routed.append(router)
     kept = [found[index] for index in config.cached_layers]
 
     if normed is None:
@@ -303,5 +338,7 @@ def tree_forward(
         kept = [(jnp.where(sound, k, 0), jnp.where(still, v, 0)) for k, v in kept]
     keys, values = zip(*kept, strict=True)
     states = x.T.reshape(B, N, -1) if captures_states else None
-    scratch = Scratch(keys, values, features, states, after)
+    experts = moe.record(routed, config)
+    experts = None if experts is None else experts.reshape(B, N, -1)
+    scratch = Scratch(keys, values, features, states, after, experts)
     return scores.reshape(B, N, -1), scratch

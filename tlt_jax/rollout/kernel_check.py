@@ -199,7 +199,7 @@ def ends(shapes: Shapes, given: Numbers, fused: Fused) -> list[Array]:
         layer = params.layers if isinstance(params, DrafterParams) else params
         x = given.normal(shapes.dtype, sizes.hidden_size, tokens)
         attended = given.normal(shapes.dtype, sizes.num_heads * sizes.head_dim, tokens)
-        x, normed = decoder_layer.finish_nodes(layer, sizes, x, attended, layer.mlp_norm, fused)
+        x, normed, _ = decoder_layer.finish_nodes(layer, sizes, x, attended, layer.mlp_norm, fused)
         found += [
             x,
             decoder_layer.norm(x, layer.mlp_norm, sizes, 0) if normed is None else normed,

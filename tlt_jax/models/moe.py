@@ -1,0 +1,130 @@
+"""Mixture of experts: which experts a layer's router gives a token, and what they add to its hidden state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from tlt_jax.kernels import experts
+from tlt_jax.kernels.fused import Fused
+from tlt_jax.models import layers as ops
+from tlt_jax.models.architecture import JoinedLayer, Layer, ModelConfig
+from tlt_jax.shapes import shaped
+
+
+@struct.dataclass
+class Routed:
+    """The k experts that tokens have in a layer, those of its router's choice, and the router's probabilities of all N."""
+
+    ids: Int[Array, "*A k"]
+    own: Int[Array, "*A k"]
+    probabilities: Float[Array, "*A N"]
+
+
+@struct.dataclass
+class Routers:
+    """Sums over tokens of what the routers of L layers did.
+
+    `load`: tokens that had an expert; `probability`: of each expert; `entropy`: of the probabilities, in nats; `changed`:
+    tokens that had other experts than those of the router's choice.
+    """
+
+    load: Float[Array, "L N"]
+    probability: Float[Array, "L N"]
+    entropy: Float[Array, " L"]
+    changed: Float[Array, " L"]
+    tokens: Float[Array, " L"]
+
+
+def id_dtype(config: ModelConfig) -> jnp.dtype:
+    """Of recorded ids; its largest number stands for a token without a record."""
+    return jnp.dtype(jnp.uint8 if config.num_experts < 255 else jnp.uint16)
+
+
+def record(routed: list[Routed], config: ModelConfig) -> Int[Array, "*A Lk"] | None:
+    """The experts of tokens in the layers that have some, one after the other; None: no layer has."""
+    found = [one.ids.astype(id_dtype(config)) for one in routed if one is not None]
+    return jnp.concatenate(found, axis=-1) if found else None
+
+
+@jax.named_scope("experts")
+def mix(
+    layer: Layer | JoinedLayer,
+    config: ModelConfig,
+    y: Float[Array, "*A D"],
+    activation: Callable[[Array], Array],
+    replayed: Int[Array, "*A k"] | None,
+    mesh: Mesh | None,
+    fused: Fused | None,
+) -> tuple[Float[Array, "*A D"], Routed]:
+    """What a layer's experts make of its normed input."""
+    routed, gates = route(layer.router, config, y, replayed)
+    is_joined = isinstance(layer, JoinedLayer)
+    matrices = (layer.expert_gate_up,) if is_joined else (layer.expert_gate, layer.expert_up)
+    layout = "rollout" if is_joined else "train"
+    given = matrices, layer.expert_down, activation, mesh, fused, layout
+    return experts.mix(y, routed.ids, gates, *given), routed
+
+
+@shaped
+def route(
+    router: Float[Array, "N D"],
+    config: ModelConfig,
+    y: Float[Array, "*A D"],
+    replayed: Int[Array, "*A k"] | None = None,
+) -> tuple[Routed, Float[Array, "*A k"]]:
+    """The experts of each token, and the weight of each, in at least float32.
+
+    `replayed`: the ids that tokens have instead of the router's choice, as recorded (R3, arXiv 2510.11370); those that are no
+    expert are not recorded. The weights are the router's probabilities of the ids whoever chose them, so that a gradient
+    reaches the router.
+    """
+    scores = ops.wide_product(y, router, -1)
+    probabilities = jax.nn.softmax(scores, axis=-1)
+    N = config.num_experts
+    own = ids = jax.lax.top_k(jax.lax.stop_gradient(probabilities), config.experts_per_token)[1]
+    if replayed is not None:
+        ids = jnp.where(replayed < N, replayed.astype(own.dtype), own)
+    is_chosen = ids[..., None] == jnp.arange(N)
+    gates = jnp.where(is_chosen, probabilities[..., None, :], 0).sum(-1)
+    if config.normed_gates:
+        gates = gates / gates.sum(-1, keepdims=True)
+    return Routed(ids, own, probabilities), gates
+
+
+def measured(routed: Routed, counts: Bool[Array, "*A"]) -> Routers:
+    """The sums of one layer (without the axis L) over the tokens that count."""
+    p, N = jax.lax.stop_gradient(routed.probabilities), routed.probabilities.shape[-1]
+    tokens = tuple(range(counts.ndim))
+    weight = counts.astype(p.dtype)
+    had = (routed.ids[..., None] == jnp.arange(N)).any(-2)
+    same = (routed.own[..., :, None] == routed.ids[..., None, :]).any(-1).all(-1)
+    return Routers(
+        load=jnp.sum(had * weight[..., None], tokens),
+        probability=jnp.sum(routed.probabilities * weight[..., None], tokens),
+        entropy=jnp.sum(-jax.scipy.special.xlogy(p, p).sum(-1) * weight),
+        changed=jnp.sum(~same * weight),
+        tokens=jnp.sum(weight),
+    )
+
+
+def joined(found: list[Routers | None], join: Callable) -> Routers | None:
+    """Those of several layers, without those that have no experts."""
+    present = [one for one in found if one is not None]
+    return jax.tree.map(lambda *leaves: join(leaves), *present) if present else None
+
+
+def balance_loss(routers: Routers) -> Float[Array, ""]:
+    """The load-balancing loss of the Switch Transformer (arXiv 2101.03961, equations 4 to 6), over all layers together.
+
+    N times the sum over experts of the share of tokens that had one, k in all, times the mean probability of it: k where
+    the loads are equal. The gradient is that of the probabilities.
+    """
+    tokens = jnp.maximum(routers.tokens.sum(), 1)
+    share = jax.lax.stop_gradient(routers.load).sum(0) / tokens
+    return routers.load.shape[-1] * jnp.sum(share * routers.probability.sum(0) / tokens)
