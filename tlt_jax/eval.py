@@ -110,7 +110,7 @@ def evaluate(config: Config, asked: Asked, scorer: Scorer) -> None:
     drafter, drafter_params = from_config.load_drafter(config, model, mesh)
     stops = datasets.stop_rules(config, tokenizer)
     # Of a step the adapters are those of the run; where a run starts they are merged.
-    adapters = lora.chosen(config.model.lora) if asked.step else None
+    adapters = lora.chosen(config.model.lora, model) if asked.step else None
     engine = Engine(config, model, mesh, stops, drafter, lora=adapters)
     published = engine.publish(params, drafter_params)
     evaluator = Evaluator(config, engine, dataset, tokenizer, scorer)

@@ -86,11 +86,11 @@ def export_adapter(
     from tlt_jax.models import hf_adapter, lora
     from tlt_jax.train import run_state, setup
 
-    if not (chosen_lora := lora.chosen(config.model.lora)):
+    model, mesh = run_state.sizes(config)
+    if not (chosen_lora := lora.chosen(config.model.lora, model)):
         raise ConfigError(
             f"--adapter: {run} trains all weights, its model.lora.rank is 0: export the policy, without --adapter"
         )
-    model, mesh = run_state.sizes(config)
     chosen, params = run_state.saved_policy(config, run, step, model, mesh)
     adapters, _ = lora.parted(params)
     base, tokenizer = setup.name_of_base(config, run), datasets.tokenizer(config)

@@ -28,8 +28,14 @@ def result():
         for index, one in enumerate(found.measurements)
     ]
     decisions = [replace(one, joining=(3, 1)) for one in found.decisions]
+    random = np.random.default_rng(0)
+    recorded = [
+        replace(one, record=random.integers(0, 9, (4 + len(one.tokens), 6), np.uint8))
+        for one in found.completions
+    ]
     return replace(
         found,
+        completions=recorded,
         measurements=drafted,
         decisions=decisions,
         partial={7: np.arange(3, dtype=np.int32)},
@@ -56,13 +62,16 @@ def same(one, other) -> bool:
 def test_packing_and_unpacking_a_result_preserves_it(result):
     found = exchange.unpacked(exchange.packed(result))
     zeros = [
-        replace(one, tokens=0 * one.tokens, logprobs=0 * one.logprobs) for one in result.completions
+        replace(one, tokens=0 * one.tokens, logprobs=0 * one.logprobs, record=0 * one.record)
+        for one in result.completions
     ]
     for field in fields(result):
         expected = zeros if field.name == "completions" else getattr(result, field.name)
         assert same(expected, getattr(found, field.name)), field.name
-    absent = [array for one in found.completions for array in (one.tokens, one.logprobs)]
-    assert all(array.strides == (0,) for array in absent), "they take no memory"
+    absent = [
+        array for one in found.completions for array in (one.tokens, one.logprobs, one.record)
+    ]
+    assert not any(any(array.strides) for array in absent), "they take no memory"
 
 
 class Together(Job):
@@ -111,7 +120,12 @@ def test_a_process_gets_the_answers_that_it_wants_and_the_lengths_of_all(result,
         }
         for ours, whole in zip(found[p].completions, result.completions, strict=True):
             if whole.uid not in uids:
-                whole = replace(whole, tokens=0 * whole.tokens, logprobs=0 * whole.logprobs)
+                whole = replace(
+                    whole,
+                    tokens=0 * whole.tokens,
+                    logprobs=0 * whole.logprobs,
+                    record=0 * whole.record,
+                )
             assert same(ours, whole)
     bytes_of_all = sum(map(exchange.size_of, result.completions))
     if kind == "nothing":

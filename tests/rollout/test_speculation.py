@@ -13,6 +13,7 @@ from functools import cache, partial
 
 import identity
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_engine as tiny
@@ -27,7 +28,13 @@ from tlt_jax.drafter import (
 from tlt_jax.drafter.recipe import DrafterRecipe
 from tlt_jax.errors import ConfigError
 from tlt_jax.keys import TRAIN_STREAM, sequence_keys
-from tlt_jax.models import architecture, drafter as drafters, params as trees
+from tlt_jax.models import (
+    architecture,
+    decoder_layer,
+    drafter as drafters,
+    params as trees,
+    transformer,
+)
 from tlt_jax.models.architecture import ModelConfig, Rope
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout.engine import Engine
@@ -231,6 +238,78 @@ def test_they_do_with_layers_of_different_shapes(x64, drafter, strategies, data,
     assert [keys.shape[2:] for keys in cache.keys] == [(4, 11), (12, 40)]
     for setting in (tiny.NUCLEUS, tiny.GREEDY):
         accepted(engine, weights, setting, UNLIKE)
+
+
+# A mixture of experts, of which the middle layer has none, and one with an MLP that all tokens have.
+SPARSE = replace(
+    tiny.MODEL, num_layers=3, qk_norm="head", num_experts=6, experts_per_token=2, expert_dim=8, normed_gates=True,
+    dense_layers=(1,),
+)  # fmt: skip
+SHARED = replace(
+    SPARSE, num_layers=2, dense_layers=(), num_experts=5, experts_per_token=3, shared_dim=12
+)
+
+
+@pytest.mark.parametrize(
+    "policy, drafter, strategies, data, model",
+    [
+        (SPARSE, "none", NO, 1, 1),
+        (SPARSE, "eagle3", WIDE, 1, 2),
+        (SHARED, "ngram", ONE, 2, 1),
+        (SHARED, "dspark", MANY, 1, 1),
+    ],
+)
+def test_they_do_with_experts_which_are_recorded(x64, policy, drafter, strategies, data, model):
+    """The recorded experts of all tokens but the last are those that the training forward chooses."""
+    engine, weights = speculating(
+        drafter, strategies, data, model, policy=policy, slots=5, chunk=3, batch_buckets=[1, 5], cache_buckets=[32],
+        records=True,
+    )  # fmt: skip
+    for setting in (tiny.NUCLEUS, tiny.GREEDY):
+        accepted(engine, weights, setting, policy)
+    shape = tiny.PROMPTS, tiny.SAMPLES, tiny.NUCLEUS, tiny.LIMIT
+    result = tiny.roll_out(engine, weights, *shape, stream=TRAIN_STREAM, step=0)
+    params = architecture.init(policy, make_mesh(1, 1), jax.random.key(0), "float64")
+
+    for one in result.completions:
+        text = jnp.array([*tiny.PROMPTS[one.prompt], *one.tokens], jnp.int32)[None, :-1]
+        where = jnp.arange(text.shape[1])[None], jnp.ones_like(text)
+        found = ids_of(params, policy, text, *where)
+        np.testing.assert_array_equal(np.sort(one.record.reshape(found.shape)), np.sort(found))
+
+
+def ids_of(params, policy: ModelConfig, tokens, positions, segments) -> np.ndarray:
+    """Experts of the tokens of one row by layer [T, L, k], with the router's logits computed here from hidden states."""
+    layers = tuple(range(policy.num_layers + 1))
+    _, states = transformer.hidden(
+        params, policy, tokens, positions, segments, compute_dtype="float64", captures=layers
+    )
+    states = jnp.split(states[0], len(layers), axis=-1)
+    found = []
+    for index in policy.expert_layers:
+        layer = architecture.layer_at(params.layers, policy, index)
+        angles = decoder_layer.packed_angles(policy.kinds[index], positions, "float64")
+        attended = []
+
+        def keep(layer, config, x, attended_here, *_, to=attended):
+            to.append((x, attended_here))
+            return x, None
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decoder_layer, "finish", keep)
+            decoder_layer.packed_layer(
+                layer, policy.kinds[index], states[index][None], angles, segments, 16
+            )
+        x, heads = (np.asarray(one[0]) for one in attended[0])
+        x = x + heads @ np.asarray(layer.o).T
+        x = (
+            x
+            / np.sqrt((x**2).mean(-1, keepdims=True) + policy.rms_eps)
+            * np.asarray(layer.mlp_norm)
+        )
+        scores = x @ np.asarray(layer.router).T
+        found.append(np.argsort(-scores)[:, : policy.experts_per_token])
+    return np.stack(found, 1)
 
 
 @pytest.mark.parametrize(

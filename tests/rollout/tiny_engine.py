@@ -40,7 +40,7 @@ CACHE = os.environ["TLT_JAX_TEST_PROGRAMS"]  # of executables, which many cases 
 
 def engine_of(
     data: int = 1, model: int = 1, dtype: str = "float64", policy: ModelConfig = MODEL,
-    batch_buckets=(), cache_buckets=(), **rollout,
+    batch_buckets=(), cache_buckets=(), records: bool = False, **rollout,
 ) -> Engine:  # fmt: skip
     config = Config(
         model=ModelSection(compute_dtype=dtype, param_dtype=dtype),
@@ -58,7 +58,7 @@ def engine_of(
     )
     mesh = meshes.make_mesh(data, model)
     return Engine(
-        config, policy, mesh, stop_tokens(STOPS), batch_buckets=batch_buckets, cache_buckets=cache_buckets
+        config, policy, mesh, stop_tokens(STOPS), batch_buckets=batch_buckets, cache_buckets=cache_buckets, records=records
     )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def with_drafter(
     """An engine of the same policy, mesh and sizes that drafts."""
     return Engine(
         replace(plain.config, speculation=speculation), plain.model_config, plain.mesh, plain.stops, drafter,
-        captures_states, batch_buckets=plain.batches, cache_buckets=plain.caches,
+        captures_states, batch_buckets=plain.batches, cache_buckets=plain.caches, records=plain.records,
     )  # fmt: skip
 
 

@@ -34,7 +34,9 @@ def configure(shared):
 @pytest.fixture
 def shallow(monkeypatch):
     """A policy without layers, whose programs compile at once."""
-    monkeypatch.setattr(policy_update, "states", lambda params, rows, _: params.embed[rows.tokens])
+    monkeypatch.setattr(
+        policy_update, "states", lambda params, rows, _: (params.embed[rows.tokens], None)
+    )
     policy_update.programs.cache_clear()
     yield
     policy_update.programs.cache_clear()

@@ -135,7 +135,7 @@ def test_adapters_of_a_step_are_exported_and_start_another_run(configure, traine
     knobs = LORA | {"model.path": str(out), "train.steps": 1, "algorithm.kl_coef": 0.1}
     again = configure(tmp_path / "again", knobs)
     model, mesh = sizes(again)
-    found = lora.chosen(again.model.lora)
+    found = lora.chosen(again.model.lora, model)
     assert_equal(from_config.start_adapters(again, found, model, mesh), saved)
     assert loop.train(again) == cli.DONE
     assert events(again)["actor/kl"][0][1] > 1e-5

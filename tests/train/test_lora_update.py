@@ -27,6 +27,7 @@ from tlt_jax.data import packing
 from tlt_jax.data.packing import Example, PackedRows
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.errors import ModelError
 from tlt_jax.kernels.fused import Fused
 from tlt_jax.models import architecture, lora, low_rank, transformer
 from tlt_jax.models.architecture import ModelConfig, Params
@@ -321,11 +322,21 @@ def test_new_adapters_start_as_peft_starts_them():
 
 
 def test_the_knobs_name_matrices_as_peft_does():
-    assert lora.chosen(schema.Lora()) is None
-    every = lora.chosen(schema.Lora(rank=8))
+    assert lora.chosen(schema.Lora(), MODEL) is None
+    every = lora.chosen(schema.Lora(rank=8), MODEL)
     assert every == Lora(8, 16.0, LORA_TARGETS) and every.scale == 2.0
-    some = lora.chosen(schema.Lora(rank=4, alpha=2.0, targets=["v_proj", "q_proj", "v_proj"]))
+    given = schema.Lora(rank=4, alpha=2.0, targets=["v_proj", "q_proj", "v_proj"])
+    some = lora.chosen(given, MODEL)
     assert some == Lora(4, 2.0, ("q_proj", "v_proj")) and some.scale == 0.5
+
+
+def test_experts_have_no_adapters():
+    sparse = replace(MODEL, num_experts=4, experts_per_token=2, expert_dim=8)
+    assert lora.chosen(schema.Lora(rank=8), sparse).targets == LORA_TARGETS[:4]
+    with pytest.raises(ModelError, match="targets up_proj: .*experts.*: use q_proj, .* all-linear"):
+        lora.chosen(schema.Lora(rank=8, targets=["q_proj", "up_proj"]), sparse)
+    for one in (replace(sparse, shared_dim=8), replace(sparse, dense_layers=(0,))):
+        assert lora.chosen(schema.Lora(rank=8), one).targets == LORA_TARGETS
 
 
 # Memory

@@ -14,6 +14,7 @@ COMMON = (
 )  # fmt: skip
 # Values of model.remat, drafter_training.share, speculation.drafter and algorithm.importance.
 AUTO, NONE, HUB = "auto", "none", "hub"
+ALWAYS, NEVER = "always", "never"
 DTYPES = ("float32", "float64", "bfloat16")
 # Values of model.lora.targets: peft's names of a layer's matrices, in the order of a layer, and all of them.
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -327,6 +328,17 @@ class Algorithm:
         0.0,
         "a token (importance token) or an answer (importance sequence) gets no policy gradient when its importance ratio is "
         "above this or below its inverse (above 1); 0: off",
+        at_least=0,
+    )
+    router_replay: str = knob(
+        AUTO,
+        "whether the update gives each token the experts that it had in the rollout: always | never | auto: with a "
+        "model.compute_dtype of bfloat16, in which the routers of both differ. Of a mixture of experts",
+        one_of=(AUTO, ALWAYS, NEVER),
+    )
+    router_balance: float = knob(
+        0.0,
+        "weight of the load-balancing loss of a mixture of experts (1 for each expert of a token at best)",
         at_least=0,
     )
     importance_veto: float = knob(

@@ -11,6 +11,7 @@ from tlt_jax.config import extension
 from tlt_jax.config.parse import nearest
 from tlt_jax.config.schema import (
     ADAPTIVE,
+    ALWAYS,
     AUTO,
     CISPO,
     GSPO,
@@ -185,6 +186,14 @@ def importance(algorithm: Algorithm, compute_dtype: str) -> str:
     return TOKEN if compute_dtype == "bfloat16" else NONE
 
 
+def replays(algorithm: Algorithm, compute_dtype: str, model: Any) -> bool:
+    """Whether the update replays the experts of the rollout: algorithm.router_replay, of which auto depends on the dtype."""
+    chosen = algorithm.router_replay
+    return bool(model.num_experts) and (
+        chosen == ALWAYS or (chosen == AUTO and compute_dtype == "bfloat16")
+    )
+
+
 @refusing
 def validate_algorithm(algorithm: Algorithm, samples: int, compute_dtype: str) -> Iterator[str]:
     """Raises ConfigError for knobs that conflict, or that another one leaves without effect.
@@ -265,6 +274,13 @@ def validate_model(config: Config, model: Any, devices: int) -> Iterator[str]:
             f"data.max_prompt_tokens {prompt} + the longest answer {answer} = {prompt + answer}, and the model has "
             f"{model.max_positions} positions: lower data.max_prompt_tokens or max_new_tokens of rollout and eval"
         )
+    algorithm = config.algorithm
+    for name, value in (
+        ("router_replay always", algorithm.router_replay == ALWAYS),
+        (f"router_balance {algorithm.router_balance:g}", algorithm.router_balance),
+    ):
+        if value and not model.num_experts:
+            yield f"algorithm.{name}: the model has no experts: remove it"
 
 
 @refusing

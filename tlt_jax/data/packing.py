@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from tlt_jax.config import Config
 from tlt_jax.shapes import most_segments
@@ -27,7 +27,8 @@ class PackedRows(NamedTuple):
     are 0 elsewhere. A log-prob is named after whose it is: of the rollout that drew the token, of the old policy before the
     first minibatch (None: those of the update itself, so that ratios are 1), of the frozen reference, and of the policy in
     its update, which exist in its loss alone. `weights`: of each target in the policy's loss, above 0 where this counts
-    it. `features`: the policy's hidden states that the drafter reads; `states`: its normed last hidden states.
+    it. `experts`: those that each token had in the rollout, see moe.record. `features`: the policy's hidden states that the
+    drafter reads; `states`: its normed last hidden states.
 
     A segment of a drafter's rows may start at any position of its sequence; attention does not reach tokens before it.
     """
@@ -45,6 +46,7 @@ class PackedRows(NamedTuple):
     update_logprobs: Float[Array, "R T"] | None = None
     features: Float[Array, "R T F"] | None = None
     states: Float[Array, "R T D"] | None = None
+    experts: Integer[Array, "R T W"] | None = None
 
     @property
     def mask(self) -> Bool[Array, "R T"]:
@@ -91,11 +93,12 @@ def step_tokens(config: Config) -> int:
 
 
 class Example(NamedTuple):
-    """Token ids of a prompt and its answer; `uid` orders examples of equal length."""
+    """Token ids of a prompt and its answer; `uid` orders examples of equal length. `record`: as of recorder.Completion."""
 
     uid: int
     prompt: np.ndarray
     answer: np.ndarray
+    record: np.ndarray | None = None
 
     @property
     def length(self) -> int:
@@ -141,6 +144,9 @@ def pack(
     shape = (1 + max(place.step for place in places), rows, row_tokens)
     tokens, positions, segments, targets = (np.zeros(shape, np.int32) for _ in range(4))
     is_answer, answers = np.zeros(shape, bool), np.zeros((len(examples), 3), np.int64)
+    experts = None
+    if (record := examples[0].record) is not None:
+        experts = np.full((*shape, record.shape[1]), np.iinfo(record.dtype).max, record.dtype)
     for index, step, row, segment, start in places:
         example = examples[index]
         end, first = start + example.length, start + len(example.prompt) - 1
@@ -150,9 +156,11 @@ def pack(
         targets[step, row, first : end - 1] = example.answer
         is_answer[step, row, first : end - 1] = True
         answers[index] = step, row, first
+        if experts is not None:
+            experts[step, row, start : start + len(example.record)] = example.record
 
     lengths = np.array([len(example.answer) for example in examples])
-    packed = PackedRows(tokens, positions, segments, targets, is_answer)
+    packed = PackedRows(tokens, positions, segments, targets, is_answer, experts=experts)
     return packed, Spans(shape, answers, lengths)
 
 

@@ -111,7 +111,10 @@ def learn(
     if not rows:
         return state, {"drafter/update_steps": 0.0, "drafter/update_tokens": 0.0}, []
     batches = [
-        PackedRows(one.tokens, one.positions, one.segments, is_answer=one.is_answer) for one in rows
+        PackedRows(
+            one.tokens, one.positions, one.segments, is_answer=one.is_answer, experts=one.experts
+        )
+        for one in rows
     ]
     recipe = replace(recipe, adam=scaled(recipe.adam, batches[0].tokens.size))
     observe, program = update.observation(recipe), update.program(recipe)

@@ -24,7 +24,7 @@ from tlt_jax.data.packing import PackedRows
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.drafter import losses
 from tlt_jax.drafter.recipe import DrafterRecipe, DrafterState, abstract_state, scaled
-from tlt_jax.models import drafter as drafters, transformer
+from tlt_jax.models import drafter as drafters, moe, transformer
 from tlt_jax.models.architecture import Params
 from tlt_jax.models.drafter import DrafterParams
 from tlt_jax.models.params import whole
@@ -72,6 +72,7 @@ def observe(policy: Params, batch: PackedRows, recipe: DrafterRecipe) -> PackedR
     states, features = transformer.hidden(
         policy, recipe.model, batch.tokens, batch.positions, batch.segments, compute_dtype=recipe.compute_dtype,
         block=recipe.attention_block, mesh=recipe.mesh, captures=recipe.drafter.captures,
+        replayed=moe.by_layer(batch.experts, recipe.model),
     )  # fmt: skip
     return batch._replace(features=features, states=states)
 

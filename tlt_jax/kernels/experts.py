@@ -13,6 +13,8 @@ def mix(x, ids, gates, matrices, down, activation, mesh=None, fused=None, layout
         gate, up = matrices[0][:, 0], matrices[0][:, 1]
     else:
         gate, up = matrices
-    h = activation(jnp.einsum("...d,...kfd->...kf", x, gate[ids])) * jnp.einsum("...d,...kfd->...kf", x, up[ids])
+    h = activation(jnp.einsum("...d,...kfd->...kf", x, gate[ids])) * jnp.einsum(
+        "...d,...kfd->...kf", x, up[ids]
+    )
     y = jnp.einsum("...kf,...kdf->...kd", h, down[ids])
     return jnp.einsum("...k,...kd->...d", gates, y.astype(wide)).astype(x.dtype)

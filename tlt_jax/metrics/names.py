@@ -82,6 +82,13 @@ ROWS = [
     ("actor/packed_ratio", "share of the packed rows' slots that hold tokens instead of padding"),
     ("actor/rollout_logprob_diff_mean", "mean over tokens of |log-prob in the rollout - old log-prob|"),
     ("actor/rollout_logprob_diff_max", "largest |log-prob in the rollout - old log-prob|"),
+    # routers of a mixture of experts, over the tokens of the update, prompts included
+    ("experts/changed", "share of tokens and layers whose router would have chosen other experts than those of the rollout"),
+    ("experts/entropy", "mean entropy of a router's probabilities, in nats"),
+    ("experts/load_max", "most tokens that an expert of a layer had, relative to the layer's mean"),
+    ("experts/load_min", "fewest, likewise; 0: an expert had none"),
+    ("experts/load@{k}", "tokens of one expert, likewise, mean over layers; of up to 16 experts"),
+    ("experts/balance_loss", "load-balancing loss: experts of a token where loads are equal, larger where not"),
     # importance weights between rollout and update: algorithm.importance
     ("rollout_corr/kl", "mean of log-prob in the rollout - old log-prob; with importance weights, as all rollout_corr"),
     ("rollout_corr/rollout_is_mean",

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32, Integer
 
 from tlt_jax.kernels import packed_attention, product_parts, projections, tree_attention
 from tlt_jax.kernels.fused import Fused
@@ -148,7 +148,7 @@ def finish(
     attended: Float[Array, "*A HE"],
     axis: int,
     given: Float[Array, "*A P"] | None = None,
-    replayed: Int[Array, "*A k"] | None = None,
+    replayed: Integer[Array, "*A k"] | None = None,
     mesh: Mesh | None = None,
     fused: Fused | None = None,
 ) -> tuple[Float[Array, "*A D"], Routed | None]:
@@ -184,7 +184,7 @@ def mlp(
     config: ModelConfig,
     y: Float[Array, "*A D"],
     axis: int,
-    replayed: Int[Array, "*A k"] | None = None,
+    replayed: Integer[Array, "*A k"] | None = None,
     mesh: Mesh | None = None,
     fused: Fused | None = None,
 ) -> tuple[Float[Array, "*A D"], Routed | None]:
@@ -297,7 +297,7 @@ def packed_layer(
     index: int | Int[Array, ""] = 0,
     kv: tuple[Float[Array, "B T K E"], Float[Array, "B T K E"]] | None = None,
     given: Float[Array, "B T P"] | None = None,
-    replayed: Int[Array, "B T k"] | None = None,
+    replayed: Integer[Array, "B T k"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T K E"], Float[Array, "B T K E"], Routed | None]:
     """The layer's output, the keys and values to which it attends, and what its router did. `index`: of the layer.
 

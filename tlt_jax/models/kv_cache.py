@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from tlt_jax.distributed.mesh import is_tpu, sharding
 from tlt_jax.kernels import cache_rows
@@ -71,7 +71,7 @@ class Scratch:
     features: Float[Array, "B N F"]
     states: Float[Array, "B N D"] | None = None
     after: Float[Array, "_ _"] | None = None
-    experts: Int[Array, "B N _"] | None = None
+    experts: Integer[Array, "B N _"] | None = None
 
 
 def each(function: Callable[..., Array], cache: KVCache, *others: Scratch) -> KVCache:

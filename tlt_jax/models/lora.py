@@ -58,13 +58,27 @@ class Adapters:
         return cls(**{name: parts.get(name) for name in NAMES}, scale=scale)
 
 
-def chosen(knobs: Knobs) -> Lora | None:
-    """The adapters of the section model.lora; None when it is off."""
+def chosen(knobs: Knobs, model: ModelConfig) -> Lora | None:
+    """The adapters of the section model.lora for this policy; None when it is off. Experts and routers have none.
+
+    Raises ModelError for a target that no layer has.
+    """
     if not knobs.rank:
         return None
-    names = LORA_TARGETS if ALL_LINEAR in knobs.targets else knobs.targets
-    targets = tuple(one for one in LORA_TARGETS if one in names)
-    return Lora(knobs.rank, knobs.alpha, targets)
+    layers = architecture.weights(model, 1).layers
+    layers = (layers,) if isinstance(layers, Layer) else layers
+    known = [
+        target
+        for target, name in zip(LORA_TARGETS, NAMES, strict=True)
+        if any(getattr(layer, name) is not None for layer in layers)
+    ]
+    names = known if ALL_LINEAR in knobs.targets else knobs.targets
+    if missing := [name for name in names if name not in known]:
+        raise ModelError(
+            f"model.lora.targets {', '.join(missing)}: this model has none outside of experts, which have no adapters: use "
+            f"{', '.join(known)}, or {ALL_LINEAR} for these"
+        )
+    return Lora(knobs.rank, knobs.alpha, tuple(one for one in known if one in names))
 
 
 def weights(lora: Lora, model: ModelConfig, model_axis: int) -> Adapters:

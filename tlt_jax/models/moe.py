@@ -6,15 +6,18 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from tlt_jax.kernels import experts
 from tlt_jax.kernels.fused import Fused
 from tlt_jax.models import layers as ops
 from tlt_jax.models.architecture import JoinedLayer, Layer, ModelConfig
 from tlt_jax.shapes import shaped
+
+MOST_NAMED = 16  # experts that have a metric each
 
 
 @struct.dataclass
@@ -41,15 +44,25 @@ class Routers:
     tokens: Float[Array, " L"]
 
 
-def id_dtype(config: ModelConfig) -> jnp.dtype:
-    """Of recorded ids; its largest number stands for a token without a record."""
-    return jnp.dtype(jnp.uint8 if config.num_experts < 255 else jnp.uint16)
+def record_shape(config: ModelConfig) -> tuple[int, np.dtype]:
+    """Ids that are recorded of a token, of all layers, and their dtype, whose largest number stands for none."""
+    dtype = np.dtype(np.uint8 if config.num_experts < 255 else np.uint16)
+    return len(config.expert_layers) * config.experts_per_token, dtype
 
 
-def record(routed: list[Routed], config: ModelConfig) -> Int[Array, "*A Lk"] | None:
+def record(routed: list[Routed], config: ModelConfig) -> Integer[Array, "*A Lk"] | None:
     """The experts of tokens in the layers that have some, one after the other; None: no layer has."""
-    found = [one.ids.astype(id_dtype(config)) for one in routed if one is not None]
+    found = [one.ids.astype(record_shape(config)[1]) for one in routed if one is not None]
     return jnp.concatenate(found, axis=-1) if found else None
+
+
+def by_layer(
+    recorded: Integer[Array, "B T W"] | None, config: ModelConfig
+) -> Integer[Array, "B T L k"] | None:
+    """What `record` gave, by layer."""
+    if recorded is None:
+        return None
+    return recorded.reshape(*recorded.shape[:2], -1, config.experts_per_token)
 
 
 @jax.named_scope("experts")
@@ -58,7 +71,7 @@ def mix(
     config: ModelConfig,
     y: Float[Array, "*A D"],
     activation: Callable[[Array], Array],
-    replayed: Int[Array, "*A k"] | None,
+    replayed: Integer[Array, "*A k"] | None,
     mesh: Mesh | None,
     fused: Fused | None,
 ) -> tuple[Float[Array, "*A D"], Routed]:
@@ -76,7 +89,7 @@ def route(
     router: Float[Array, "N D"],
     config: ModelConfig,
     y: Float[Array, "*A D"],
-    replayed: Int[Array, "*A k"] | None = None,
+    replayed: Integer[Array, "*A k"] | None = None,
 ) -> tuple[Routed, Float[Array, "*A k"]]:
     """The experts of each token, and the weight of each, in at least float32.
 
@@ -117,6 +130,23 @@ def joined(found: list[Routers | None], join: Callable) -> Routers | None:
     """Those of several layers, without those that have no experts."""
     present = [one for one in found if one is not None]
     return jax.tree.map(lambda *leaves: join(leaves), *present) if present else None
+
+
+def scalars(routers: Routers) -> dict[str, Float[Array, ""]]:
+    """Metrics of the routers. Loads are relative to the mean of their layer; each expert's is the mean over the layers."""
+    tokens = jnp.maximum(routers.tokens.sum(), 1)
+    mean = jnp.maximum(routers.load.mean(-1, keepdims=True), 1e-9)
+    relative = routers.load / mean
+    found = {
+        "experts/changed": routers.changed.sum() / tokens,
+        "experts/entropy": routers.entropy.sum() / tokens,
+        "experts/load_max": relative.max(),
+        "experts/load_min": relative.min(),
+        "experts/balance_loss": balance_loss(routers),
+    }
+    if relative.shape[-1] <= MOST_NAMED:
+        found |= {f"experts/load@{expert}": one for expert, one in enumerate(relative.mean(0))}
+    return found
 
 
 def balance_loss(routers: Routers) -> Float[Array, ""]:

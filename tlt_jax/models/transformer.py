@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from tlt_jax.distributed.mesh import is_gpu
 from tlt_jax.kernels import cache_rows
@@ -51,7 +51,7 @@ def routed_hidden(
     longest: int | None = None,
     mesh: Mesh | None = None,
     captures: Captures = (),
-    replayed: Int[Array, "B T L k"] | None = None,
+    replayed: Integer[Array, "B T L k"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T F"], Routers | None]:
     """Normed last hidden states of packed rows, the captured features, and what the routers did.
 
@@ -115,7 +115,7 @@ def unlike_layers(
     options: tuple[Int[Array, "B T"], int, int | None, Mesh | None],
     remat: remats.Remat,
     captures: Captures,
-    replayed: Int[Array, "B T L k"] | None,
+    replayed: Integer[Array, "B T L k"] | None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T F"], Routers | None]:
     """`routed_hidden` from the first hidden states on, where layers have different shapes: one by one, without a scan."""
     rows, dtype = partial(ops.by_row, mesh=options[-1]), x.dtype

@@ -69,8 +69,15 @@ def compile_all(
     limit = found.memory or device_memory(mesh)
     recipe = within(config, Recipe.of(config, model, mesh, 1), drafter, limit)
     captures = config.speculation.drafter == ADAPTIVE and not config.rollout.deterministic
+    records = validate.replays(config.algorithm, recipe.compute_dtype, model)
     engine = Engine(
-        config, model, mesh, drafter=drafter, captures_states=captures, lora=recipe.lora
+        config,
+        model,
+        mesh,
+        drafter=drafter,
+        captures_states=captures,
+        lora=recipe.lora,
+        records=records,
     )
     kinds = budget(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
 

@@ -14,7 +14,7 @@ from tlt_jax.config.schema import ADAPTIVE, NONE, Speculation
 from tlt_jax.distributed.mesh import is_cpu, is_gpu
 from tlt_jax.kernels import token_filter
 from tlt_jax.kernels.fused import Fused
-from tlt_jax.models import architecture, kv_cache, transformer
+from tlt_jax.models import architecture, kv_cache, moe, transformer
 from tlt_jax.models.architecture import NORMED, Captures, ModelConfig
 from tlt_jax.models.drafter import DrafterConfig
 from tlt_jax.models.kv_cache import KVCache, Scratch
@@ -26,6 +26,7 @@ from tlt_jax.spec_decode.interface import (
     Candidates,
     Drafter,
     PyTree,
+    Record,
     Sampling,
     Target,
     stateless,
@@ -80,8 +81,12 @@ def bind_target(
     path: int,
     captures_states: bool = False,
     lora: Lora | None = None,
+    records: bool = False,
 ) -> Target:
-    """The policy on one data group; a round commits at most `path` tokens. `lora`: adapters that are not merged."""
+    """The policy on one data group; a round commits at most `path` tokens. `lora`: adapters that are not merged.
+
+    `records`: the experts of every token are reported.
+    """
     group_mesh, width = fused.mesh, len(captures) * config.hidden_size
     captures_states = captures_states and captures != (NORMED,)  # those features are the states
 
@@ -141,6 +146,9 @@ def bind_target(
         if is_gpu(group_mesh)
         else None,
         filter=partial(filtered, fused=fused) if is_gpu(group_mesh) else None,
+        record=Record(*moe.record_shape(config), lambda scratch: scratch.experts)
+        if records
+        else None,
     )
 
 

@@ -71,7 +71,7 @@ class EngineBase:
     `drive` polls a rollout to its end.
     """
 
-    clock, drive = driver.WALL, staticmethod(driver.run)
+    clock, drive, records = driver.WALL, staticmethod(driver.run), False
 
     def __init__(
         self,
@@ -182,9 +182,9 @@ class Engine(EngineBase):
 
     `use_learned` decides whether the learned drafter is used; `tuner` holds the functions of the tuner, whose state a rollout
     is given and returns. With `captures_states` the programs keep the policy's normed last hidden states next to the
-    features, for harvesters. `lora`: the adapters of the policies that are published. Each process of a `job` has an engine
-    for its `local_groups`; all of them call `publish` and `run` together. Ascending `batch_buckets` and `cache_buckets`: see
-    EngineBase. Losing an engine costs compilations and speed.
+    features, for harvesters; with `records` completions have the experts of their tokens. `lora`: the adapters of the policies
+    that are published. Each process of a `job` has an engine for its `local_groups`; all of them call `publish` and `run`
+    together. Ascending `batch_buckets` and `cache_buckets`: see EngineBase. Losing an engine costs compilations and speed.
     Raises ConfigError when a data group lies on several processes, and for sequences that are too long for n-grams.
     """
 
@@ -200,6 +200,7 @@ class Engine(EngineBase):
         lora: Lora | None = None,
         batch_buckets: Sequence[int] = (),
         cache_buckets: Sequence[int] = (),
+        records: bool = False,
     ):
         job, is_cpu = job or Job(), meshes.is_cpu(mesh)
         cache = use_compile_cache(config.rollout.compile_cache)
@@ -208,7 +209,7 @@ class Engine(EngineBase):
         )
         self.model_config, self.mesh, self.stops = model_config, mesh, stops
         self.clock = driver.SharedClock() if is_cpu else driver.WALL
-        self.captures_states = captures_states
+        self.captures_states, self.records = captures_states, records
         self.lora = low_rank.kept_apart(lora, config.model.compute_dtype)
         self.groups = [meshes.data_group(mesh, index) for index in range(mesh.shape["data"])]
         self.local_groups = [*range(len(self.groups))]
@@ -265,6 +266,7 @@ class Engine(EngineBase):
                 path,
                 self.captures_states and drafter is self.learned,
                 self.lora,
+                self.records,
             )
             learned, named = bindings.bind_drafters(speculation, drafter, target, fused, dtype)
             shapes.append(GroupShapes(target, learned, group, named))

@@ -29,7 +29,13 @@ def packed(result: RolloutResult) -> bytes:
     return serialization.msgpack_serialize(
         {
             "completions": [
-                vars(one) | {"tokens": len(one.tokens), "logprobs": one.logprobs.dtype.str}
+                vars(one)
+                | {"tokens": len(one.tokens), "logprobs": one.logprobs.dtype.str}
+                | {
+                    "record": None
+                    if one.record is None
+                    else [*one.record.shape, one.record.dtype.str]
+                }
                 for one in result.completions
             ],
             "spans": [vars(one) for one in result.spans],
@@ -79,7 +85,10 @@ def absent(fields: dict[str, Any]) -> Completion:
     length = (fields["tokens"],)
     tokens = np.broadcast_to(np.int32(0), length)
     logprobs = np.broadcast_to(np.zeros((), np.dtype(fields["logprobs"])), length)
-    return Completion(**(fields | {"tokens": tokens, "logprobs": logprobs}))
+    if (record := fields["record"]) is not None:
+        *shape, dtype = record
+        record = np.broadcast_to(np.zeros((), np.dtype(dtype)), shape)
+    return Completion(**(fields | {"tokens": tokens, "logprobs": logprobs, "record": record}))
 
 
 def everything(answers: Sequence[Completion]) -> set[int]:
@@ -117,13 +126,15 @@ def exchanged(
 
 
 def content_of(answer: Completion) -> bytes:
-    """Tokens and log-probs of an answer, as bytes."""
-    return np.asarray(answer.tokens, np.int32).tobytes() + answer.logprobs.tobytes()
+    """Tokens, log-probs and record of an answer, as bytes."""
+    record = b"" if answer.record is None else answer.record.tobytes()
+    return np.asarray(answer.tokens, np.int32).tobytes() + answer.logprobs.tobytes() + record
 
 
 def size_of(answer: Completion) -> int:
     """Bytes of `content_of`."""
-    return len(answer.tokens) * (np.dtype(np.int32).itemsize + answer.logprobs.itemsize)
+    record = 0 if answer.record is None else answer.record.nbytes
+    return len(answer.tokens) * (np.dtype(np.int32).itemsize + answer.logprobs.itemsize) + record
 
 
 def spans(answers: Sequence[Completion], uids: set[int]) -> list[tuple[int, int]]:
@@ -141,8 +152,11 @@ def filled(answers: Sequence[Completion], uids: set[int], data: bytes) -> list[C
         if one.uid in uids:
             tokens = np.frombuffer(data, np.int32, len(one.tokens), start)
             logprobs = np.frombuffer(data, one.logprobs.dtype, len(tokens), start + tokens.nbytes)
+            if (record := one.record) is not None:
+                first = start + tokens.nbytes + logprobs.nbytes
+                record = np.frombuffer(data, record.dtype, record.size, first).reshape(record.shape)
             start += size_of(one)
-            one = replace(one, tokens=tokens, logprobs=logprobs)
+            one = replace(one, tokens=tokens, logprobs=logprobs, record=record)
         found.append(one)
     return found
 

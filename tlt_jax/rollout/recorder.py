@@ -98,7 +98,7 @@ class Retired:
 class Emitted(NamedTuple):
     """New tokens int32[n] of a sequence, their log-probs, and RUNNING or the reason why it ended.
 
-    `accepted`: how many of the tokens a drafter had proposed.
+    `accepted`: how many of the tokens a drafter had proposed. `record`: the target's of the token before each.
     """
 
     uid: int
@@ -106,6 +106,14 @@ class Emitted(NamedTuple):
     logprobs: np.ndarray
     finish: int
     accepted: int = 0
+    record: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The target's record of all tokens of these prompts but the last, see interface.Record."""
+
+    prompts: dict[int, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,7 @@ class WentIdle:
     """The group has finished its part of the rollout; its decoding state is released."""
 
 
-Event = Decided | Dispatched | Retired | Emitted | Ended | Harvested | WentIdle
+Event = Decided | Dispatched | Retired | Emitted | Recorded | Ended | Harvested | WentIdle
 
 
 @dataclass(frozen=True)
@@ -163,7 +171,8 @@ Listener = Callable[[Poll], None]  # called after the dispatches of the poll
 class Completion:
     """An answer: its tokens (with the EOS or stop sequence), their log-probs, and its finish reason, one of FINISH.
 
-    `accepted`: how many of the tokens a drafter had proposed.
+    `accepted`: how many of the tokens a drafter had proposed. `record`: the policy's of prompt and answer without the last
+    token, such as the experts of each; None: it keeps none.
     """
 
     uid: int
@@ -173,6 +182,7 @@ class Completion:
     logprobs: np.ndarray
     finish: str
     accepted: int = 0
+    record: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -227,6 +237,7 @@ class RolloutRecorder:
     observe: Callable[[Measurement], None] = lambda measurement: None
     parts: dict[int, list[Emitted]] = field(default_factory=dict)
     completions: dict[int, Completion] = field(default_factory=dict)
+    prompts: dict[int, np.ndarray] = field(default_factory=dict)  # their records
     lengths: list[int] = field(default_factory=list)  # tokens of each answer, as they ended
     spans: list[Span] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
@@ -253,6 +264,8 @@ class RolloutRecorder:
                     self.parts.setdefault(uid, []).append(event)
                     if event.finish != RUNNING:
                         self.finish(uid, event.finish)
+                case Recorded(prompts):
+                    self.prompts |= prompts
                 case Decided(decision):
                     self.decisions.append(decision)
                 case Dispatched(number):
@@ -340,7 +353,10 @@ class RolloutRecorder:
 
     def finish(self, uid: int, code: int) -> None:
         """Records and reports a complete sequence."""
-        parts = self.parts.pop(uid)
+        parts, record = self.parts.pop(uid), None
+        if parts[0].record is not None:
+            own = [part.record for part in parts]
+            record = np.concatenate([self.prompts[uid // self.samples], *own])
         completion = Completion(
             uid,
             *divmod(uid, self.samples),
@@ -348,6 +364,7 @@ class RolloutRecorder:
             np.concatenate([part.logprobs for part in parts]),
             FINISH[code],
             sum(part.accepted for part in parts),
+            record,
         )
         self.completions[uid] = completion
         self.lengths.append(len(completion.tokens))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from tlt_jax.shapes import shaped
 from tlt_jax.spec_decode import sampling, verify
@@ -51,7 +51,7 @@ class Decoder(NamedTuple):
 class Report:
     """The tokens that a round or a chunk emitted: the first counts[b] of row b.
 
-    `finish` is RUNNING, STOPPED, TRUNCATED or BROKEN.
+    `finish` is RUNNING, STOPPED, TRUNCATED or BROKEN. `record`: the target's of the token before each, see interface.Record.
     """
 
     tokens: Int32[Array, "B R"]
@@ -60,6 +60,7 @@ class Report:
     finish: Int32[Array, " B"]
     rounds: Int32[Array, ""]
     stats: Stats
+    record: Integer[Array, "B R W"] | None = None
 
 
 def decode_chunk(
@@ -74,7 +75,7 @@ def decode_chunk(
 
     The drafter may lack as many of the newest tokens as one round of the strategy can emit; `catch_up` handles more.
     """
-    strategy = decoder.strategy
+    strategy, record = decoder.strategy, decoder.target.record
     batch, most = state.roots.shape[0], rounds * strategy.path
     report = Report(
         tokens=jnp.zeros((batch, most), jnp.int32),
@@ -83,6 +84,7 @@ def decode_chunk(
         finish=jnp.full(batch, RUNNING, jnp.int32),
         rounds=jnp.int32(0),
         stats=nothing(strategy, batch),
+        record=record and jnp.zeros((batch, most, record.width), record.dtype),
     )
 
     def has_work(carry: tuple[DecodeState, NoiseAhead | None, Report]) -> Array:
@@ -166,7 +168,10 @@ def advance_round(
     counts, finish, stop_state = settle(params, state, tokens, walk.accepted, chosen.broken)
     stats = measure(tree, walk.path, counts, state.live, strategy)
     logprobs = jnp.where(chosen.broken, 0, chosen.logprobs)
-    emitted = Report(tokens, logprobs, counts, finish, jnp.int32(1), stats)
+    record = None
+    if target.record:
+        record = jnp.take_along_axis(target.record.of(scratch), walk.path[:, :, None], axis=1)
+    emitted = Report(tokens, logprobs, counts, finish, jnp.int32(1), stats, record)
     last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     after = state.replace(
         roots=jnp.where(counts > 0, last, state.roots),
@@ -335,6 +340,14 @@ def append(report: Report, emitted: Report) -> Report:
         here = (column == (report.counts + m)[:, None]) & (m < emitted.counts)[:, None]
         tokens = jnp.where(here, emitted.tokens[:, m, None], tokens)
         logprobs = jnp.where(here, emitted.logprobs[:, m, None].astype(logprobs.dtype), logprobs)
+    record = report.record
+    if record is not None:
+        steps = jnp.arange(emitted.tokens.shape[1])
+        places = jnp.where(
+            steps < emitted.counts[:, None], report.counts[:, None] + steps, len(column)
+        )
+        rows = jnp.arange(len(record))[:, None]
+        record = record.at[rows, places].set(emitted.record, mode="drop", unique_indices=True)
     return Report(
         tokens,
         logprobs,
@@ -342,4 +355,5 @@ def append(report: Report, emitted: Report) -> Report:
         jnp.where(emitted.finish == RUNNING, report.finish, emitted.finish),
         report.rounds + emitted.rounds,
         jax.tree.map(jnp.add, report.stats, emitted.stats),
+        record,
     )

@@ -122,6 +122,17 @@ class Context:
     ahead: NoiseAhead | None = None
 
 
+class Record(NamedTuple):
+    """Numbers that the target keeps of every token that it has processed: `width` of this dtype.
+
+    `of`: (the scratch of `forward`, or a prefill) -> [B, N, width]
+    """
+
+    width: int
+    dtype: Any
+    of: Callable[[PyTree], Array]
+
+
 class Target(NamedTuple):
     """The model that decides, as pure functions; caches and prefills are pytrees that only the target understands."""
 
@@ -154,6 +165,7 @@ class Target(NamedTuple):
     choose: Callable | None = None
     # (scaled[*A, V], sampling) -> sampling.filter of the logits that `choose` chooses from
     filter: Callable | None = None
+    record: Record | None = None  # None: nothing is kept
 
 
 class Drafter(NamedTuple):

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tlt_jax.config import Config
+from tlt_jax.config import Config, validate
 from tlt_jax.config.schema import FILTERED, REWARD, Algorithm
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example, PackedRows, Spans
 from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.distributed.mesh import put
+from tlt_jax.models import moe
 from tlt_jax.models.architecture import Params
 from tlt_jax.rewards import Score
 from tlt_jax.rollout.recorder import LENGTH, NONFINITE, Completion, RolloutResult
@@ -216,18 +217,25 @@ def make_batch(
     return put(steps, rows_sharding(recipe.mesh))
 
 
-def abstract_rows(mesh: Mesh, rows: int, row_tokens: int, given: Sequence[str] = ()) -> PackedRows:
+def abstract_rows(
+    mesh: Mesh,
+    rows: int,
+    row_tokens: int,
+    given: Sequence[str] = (),
+    record: tuple[int, np.dtype] | None = None,
+) -> PackedRows:
     """ShapeDtypeStructs with shardings of the rows of an accumulation step, for compilation.
 
-    `given`: names of the log-probs that are not None.
+    `given`: names of the log-probs that are not None. `record`: moe.record_shape of experts that are replayed.
     """
 
-    def array(dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, row_tokens), dtype, sharding=rows_sharding(mesh))
+    def array(dtype: jax.typing.DTypeLike, *width: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, row_tokens, *width), dtype, sharding=rows_sharding(mesh))
 
     integers, wide = [array(jnp.int32) for _ in range(4)], jnp.asarray(0.0).dtype
     floats = {name: array(wide) for name in ("weights", "advantages", *given)}
-    return PackedRows(*integers, array(jnp.bool_), **floats)
+    experts = array(record[1], record[0]) if record else None
+    return PackedRows(*integers, array(jnp.bool_), **floats, experts=experts)
 
 
 def abstract_rows_of(config: Config, recipe: Recipe) -> PackedRows:
@@ -238,7 +246,10 @@ def abstract_rows_of(config: Config, recipe: Recipe) -> PackedRows:
         "old_logprobs": config.algorithm.minibatches > 1,
     }
     given = [name for name, is_one in is_given.items() if is_one]
-    return abstract_rows(recipe.mesh, packing.rows(config), packing.row_tokens(config), given)
+    is_replayed = validate.replays(config.algorithm, recipe.compute_dtype, recipe.model)
+    record = moe.record_shape(recipe.model) if is_replayed else None
+    sizes = packing.rows(config), packing.row_tokens(config)
+    return abstract_rows(recipe.mesh, *sizes, given, record)
 
 
 def scored_policies(config: Config, policy: Params, base: Params | None) -> list[Params]:
@@ -280,10 +291,11 @@ def example(prompts: Sequence[Prompt], answer: Completion) -> Example:
 
     So values that are not finite reach no other example of its row, as 0 times them would.
     """
-    prompt, tokens = prompts[answer.prompt].tokens, answer.tokens
+    prompt, tokens, record = prompts[answer.prompt].tokens, answer.tokens, answer.record
     if answer.finish == NONFINITE:
         prompt, tokens = np.zeros_like(prompt), np.zeros_like(tokens)
-    return Example(answer.uid, prompt, tokens)
+        record = None if record is None else np.full_like(record, np.iinfo(record.dtype).max)
+    return Example(answer.uid, prompt, tokens, record)
 
 
 def is_finite(answers: Sequence[Completion]) -> np.ndarray:

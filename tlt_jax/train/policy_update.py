@@ -26,10 +26,11 @@ from tlt_jax.config.validate import importance
 from tlt_jax.data import packing
 from tlt_jax.data.packing import PackedRows
 from tlt_jax.distributed.mesh import is_cpu, put, sharding
-from tlt_jax.models import architecture, lora, targets, transformer
+from tlt_jax.models import architecture, lora, moe, targets, transformer
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.models.lora import Adapters
 from tlt_jax.models.low_rank import Lora
+from tlt_jax.models.moe import Routers
 from tlt_jax.models.remat import Remat
 from tlt_jax.optimizer import Adam, TrainState
 from tlt_jax.train import losses
@@ -37,6 +38,7 @@ from tlt_jax.train import losses
 # Most accumulation steps in flight on accelerators.
 IN_FLIGHT = 8
 EMPTY = "empty_updates"  # metric: 1 when a batch had no targets or no gradient
+ROUTERS = "routers"  # total of what routers did
 
 
 PolicyState = TrainState  # with params of what is trained
@@ -90,7 +92,7 @@ class Recipe:
             logits_chunk=logits_chunk,
             attention_block=attention_block,
             longest=packing.longest(config),
-            lora=lora.chosen(sizes.lora),
+            lora=lora.chosen(sizes.lora, model),
         )
 
 
@@ -148,9 +150,11 @@ def state_shardings(recipe: Recipe) -> PolicyState:
     return jax.tree.map(lambda leaf: leaf.sharding, abstract_state(recipe))
 
 
-def states(params: Params, rows: PackedRows, recipe: Recipe) -> Float[Array, "R T D"]:
-    """The last hidden states of one accumulation step."""
-    return transformer.hidden(
+def states(
+    params: Params, rows: PackedRows, recipe: Recipe
+) -> tuple[Float[Array, "R T D"], Routers | None]:
+    """The last hidden states of one accumulation step, and what the routers did."""
+    x, _, routers = transformer.routed_hidden(
         params,
         recipe.model,
         rows.tokens,
@@ -161,7 +165,9 @@ def states(params: Params, rows: PackedRows, recipe: Recipe) -> Float[Array, "R 
         block=recipe.attention_block,
         longest=recipe.longest,
         mesh=recipe.mesh,
-    )[0]
+        replayed=moe.by_layer(rows.experts, recipe.model),
+    )
+    return x, routers
 
 
 def loss(
@@ -170,9 +176,22 @@ def loss(
     """The loss of one accumulation step, sum(weights * token loss); for metrics, sums and maxima over its targets.
 
     Where it needs whole answers, the log-probs of all targets are computed first, then the policy-gradient loss and its
-    gradient in them, which the pass with the logits' gradient takes.
+    gradient in them, which the pass with the logits' gradient takes. With experts the totals have ROUTERS, and the
+    load-balancing loss is added, weighted by the share of the targets' weights that the step has.
     """
-    x = states(params, rows, recipe)
+    x, routers = states(params, rows, recipe)
+    value, (totals, maxima) = answer_loss(params, x, rows, recipe)
+    if routers is None:
+        return value, (totals, maxima)
+    if balance := recipe.algorithm.router_balance:
+        value += balance * jnp.sum(rows.weights) * moe.balance_loss(routers)
+    return value, (totals | {ROUTERS: jax.lax.stop_gradient(routers)}, maxima)
+
+
+def answer_loss(
+    params: Params, x: Float[Array, "R T D"], rows: PackedRows, recipe: Recipe
+) -> tuple[Float[Array, ""], tuple[dict, dict]]:
+    """`loss` from the last hidden states, without what is of the routers."""
     if recipe.is_supervised or not losses.needs_answers(recipe.algorithm):
         return head_loss(params, x, rows, None, recipe)
     logprobs = head_logprobs(*jax.lax.stop_gradient((params, x)), rows.targets, rows.mask, recipe)
@@ -307,17 +326,20 @@ def apply(
     state. Metrics are means or maxima over targets, 0 without any, and the divisors of the means: numbers of tokens, and of
     answers.
     """
-    norm = optax.tree.norm(sums.grads)
+    norm, totals = optax.tree.norm(sums.grads), dict(sums.totals)
+    routers = totals.pop(ROUTERS, None)
     is_finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
-    tokens = sums.totals.get("tokens")
+    tokens = totals.get("tokens")
     # A gradient of 0 moves no weight either, as moments and decay would.
     learns = (norm > 0) | ~is_finite
     if tokens is not None:
         learns &= tokens > 0
     state, rate = optimizer.advance(state, sums.grads, is_finite, recipe.adam, learns, step)
-    means = losses.means(sums.totals)
+    means = losses.means(totals)
     if tokens is not None:
         means[EMPTY] = (~learns).astype(jnp.int32)
+    if routers is not None:
+        means |= moe.scalars(routers)
     return state, {
         "loss": sums.loss,
         "grad_norm": norm,
@@ -330,7 +352,7 @@ def apply(
 
 def score(params: Params, rows: PackedRows, recipe: Recipe) -> Float[Array, "R T"]:
     """Log-probability of each target, also of those that the loss leaves out; 0 elsewhere."""
-    x = states(params, rows, recipe)
+    x, _ = states(params, rows, recipe)
     scores = head_logprobs(params, x, rows.targets, rows.is_answer, recipe)
     return scores.astype(rows.weights.dtype)
 

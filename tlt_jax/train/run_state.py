@@ -195,7 +195,7 @@ def policy_or_export(
         exported = int(made_from["step"])
     except (OSError, ValueError, KeyError, TypeError):
         exported = None  # the run has exported no policy
-    if low_rank.kept_apart(lora.chosen(config.model.lora), config.model.compute_dtype):
+    if low_rank.kept_apart(lora.chosen(config.model.lora, model), config.model.compute_dtype):
         exported = None  # adapters are merged there, and rounded with the base in a rollout
     if exported is not None and (step == str(exported) or step in LATEST and exported >= newest):
         directory = run_folder.export(config)

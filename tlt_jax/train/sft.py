@@ -112,9 +112,10 @@ def supervised(recipe: Recipe, config: Config) -> Recipe:
 
     It trains all weights. Worked solutions may be longer than answers, up to the row length.
     """
+    algorithm = Algorithm(importance=NONE, router_balance=config.algorithm.router_balance)
     adam = Adam.short(config, config.sft.learning_rate, config.sft.steps)
     return replace(
-        recipe, adam=adam, algorithm=Algorithm(importance=NONE), temperature=1.0, is_supervised=True,
+        recipe, adam=adam, algorithm=algorithm, temperature=1.0, is_supervised=True,
         longest=None, lora=None,
     )  # fmt: skip
 

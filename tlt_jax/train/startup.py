@@ -113,7 +113,18 @@ def make_run(setup: Setup) -> TrainingRun:
             log.info("model.lora: %s", policy_update.share_trained(recipe))
     stops = datasets.stop_rules(config, setup.tokenizer)
     captures_states = is_adaptive and not config.rollout.deterministic
-    engine = Engine(config, model, mesh, stops, drafter, captures_states, setup.job, recipe.lora)
+    records = validate.replays(config.algorithm, recipe.compute_dtype, model)
+    engine = Engine(
+        config,
+        model,
+        mesh,
+        stops,
+        drafter,
+        captures_states,
+        setup.job,
+        recipe.lora,
+        records=records,
+    )
     depths = None if drafter_params is None else start_depths(config)
     learning = DrafterLearning(config, engine, steps, depths) if is_adaptive else None
     memory.preflight(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)

@@ -141,7 +141,7 @@ class Start(OfState):
 
 @dataclass(frozen=True)
 class Prefill(Program):
-    """prefill(target weights, tokens[Q, P], lengths[Q]) -> keys and values of the prompts, marker."""
+    """prefill(target weights, tokens[Q, P], lengths[Q]) -> keys and values of the prompts, marker: their record, if any."""
 
     group: int
     prompts: int
@@ -289,8 +289,9 @@ def history_width(width: int, reads_history: bool) -> int:
 def prefill(
     target: Target, params: PyTree, tokens: jax.Array, lengths: jax.Array
 ) -> tuple[PyTree, jax.Array]:
-    """The prefill, and a small array that is ready when it is done."""
-    return target.prefill(params, tokens, lengths), lengths + 1
+    """The prefill, and its record, or without one a small array that is ready when it is done."""
+    found = target.prefill(params, tokens, lengths)
+    return found, target.record.of(found) if target.record else lengths + 1
 
 
 def zeros(like: PyTree) -> PyTree:

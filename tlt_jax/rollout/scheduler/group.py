@@ -27,6 +27,7 @@ from tlt_jax.rollout.recorder import (
     Ended,
     Event,
     Harvested,
+    Recorded,
     Retired,
     WentIdle,
 )
@@ -116,6 +117,13 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
         if flight.values is not None:
             windows = tuple((window.uid, window.start) for window in flight.windows)
             events.append(Harvested(windows, flight.values, flight.marker))
+        if context.records and flight.prompts:
+            record, lengths = np.asarray(flight.marker), map(len, context.request.prompts)
+            lengths = dict(enumerate(lengths))
+            rows = {
+                prompt: record[row, : lengths[prompt] - 1] for prompt, row in flight.prompts.items()
+            }
+            events.append(Recorded(rows))
         return state, events
 
     report = context.programs.read(flight.report)
@@ -147,12 +155,15 @@ def emitted(rows: Sequence[int | None], report: Report) -> dict[int, Emitted]:
     counts, finish = report.counts.tolist(), report.finish.tolist()
     # Each round also adds the target's token.
     accepted = (report.counts - report.stats.row_rounds).tolist()
-    tokens, logprobs = report.tokens, report.logprobs
+    tokens, logprobs, record = report.tokens, report.logprobs, report.record
     return {
-        uid: Emitted(uid, tokens[row, :count], logprobs[row, :count], finish[row], accepted[row])
+        uid: Emitted(
+            uid, tokens[row, :count], logprobs[row, :count], finish[row], accepted[row],
+            None if record is None else record[row, :count],
+        )
         for row, (uid, count) in enumerate(zip(rows, counts, strict=True))
         if count and uid is not None
-    }
+    }  # fmt: skip
 
 
 def settled(running: Running, new: Emitted | None) -> Running | None:
@@ -289,7 +300,7 @@ def join(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
     source, events = joining.source, []
     if source.values is None:
         source, marker = prefill(context, source)
-        flight = InFlight(state.dispatched, "prefill", marker)
+        flight = InFlight(state.dispatched, "prefill", marker, prompts=source.rows)
         events = [Dispatched(flight.number, "prefill", *source.sizes)]
         state = state.replace(flights=(*state.flights, flight), dispatched=state.dispatched + 1)
 

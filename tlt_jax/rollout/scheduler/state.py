@@ -87,7 +87,7 @@ class GroupContext:
 
     `needs`: needs of the drafters, by their names in strategies; `reads_history`: whether any drafter reads the history.
     Without a `harvester` nothing is copied out of the decoding state. `is_in_order`: programs are read in a fixed order,
-    so that the inputs of each decision depend on no clock.
+    so that the inputs of each decision depend on no clock. `records`: the target keeps a record, see interface.Record.
     """
 
     index: int
@@ -100,6 +100,7 @@ class GroupContext:
     reads_history: bool = False
     harvester: Harvester | None = None
     is_in_order: bool = False
+    records: bool = False
 
 
 class Running(NamedTuple):
@@ -141,7 +142,7 @@ class InFlight:
     """A dispatched program that was not read yet; `programs`: how many are done when it is, with itself.
 
     For a chunk: `rows` are the uids of its rows, `most` the most tokens that one may get. For a harvest: the `windows`, and
-    their `values`.
+    their `values`. For a prefill: the row of each of its `prompts`.
     """
 
     number: int
@@ -155,6 +156,7 @@ class InFlight:
     compiling_alongside: bool = False
     windows: tuple[WindowCopy, ...] = ()
     values: Features | None = None
+    prompts: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
