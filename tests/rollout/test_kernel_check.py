@@ -47,6 +47,8 @@ MISTAKES = [
     (kernels.GATED, "projections", "y1 * tl.sigmoid(y1) * y2", "y1 * tl.sigmoid(y2) * y2"),
     (kernels.PART_HEADS, "product_parts", "z1 * cos - z2 * sin", "z1 * cos + z2 * sin"),
     (kernels.PART_ADDED, "product_parts", "wide * scale * weight", "wide * weight"),
+    (kernels.EXPERTS, "expert_tiles", "total.to(result.dtype.element_ty), mask=within", "-total, mask=within"),
+    (kernels.FEW_EXPERTS, "expert_tiles", "gate * tl.sigmoid(gate) * up", "gate * tl.sigmoid(up) * up"),
 ]  # fmt: skip
 
 

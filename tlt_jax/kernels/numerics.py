@@ -1,4 +1,4 @@
-"""Products and masks in at least float32, names of what attention keeps, chunks, and powers of two."""
+"""Products and masks in at least float32, names of what backward passes keep, chunks, and powers of two."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 # Checkpoint names of the results that attention needs in its backward pass; the rest is recomputed.
 KEPT = "top of scores", "sum of weights", "weighted values"
+MLP = "gate, up"  # of the products of gate and up
 
 
 def widen(dtype: DTypeLike) -> jnp.dtype:

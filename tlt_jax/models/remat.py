@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from tlt_jax.kernels import numerics
 
 NONE, PRODUCTS, ATTENTION, FULL = "none", "products", "attention", "full"
-HEADS, ATTENDED, MLP = "queries, keys, values", "layer after attention", "gate, up"  # names
+HEADS, ATTENDED, MLP = "queries, keys, values", "layer after attention", numerics.MLP  # names
 KEPT = {
     PRODUCTS: (HEADS, *numerics.KEPT, ATTENDED, MLP),
     ATTENTION: (HEADS, *numerics.KEPT),

@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from tlt_jax.distributed.job import Job
 from tlt_jax.distributed.mesh import is_gpu
-from tlt_jax.kernels import cache_rows, fused as kernels, token_filter, tree_attention
+from tlt_jax.kernels import cache_rows, experts, fused as kernels, token_filter, tree_attention
 from tlt_jax.kernels.fused import COSTS, Fused
 from tlt_jax.models import (
     architecture,
@@ -251,6 +251,34 @@ def filtered(shapes: Shapes, given: Numbers, fused: Fused) -> list[Array]:
     return [jnp.where(sampling.ordered_bits(scaled) >= border, scaled, -jnp.inf)]
 
 
+def mixed(shapes: Shapes, given: Numbers, fused: Fused) -> list[Array]:
+    """A mix of experts as decoding has it."""
+    x, ids, gates, gate, up, down = drawn_experts(shapes, given)
+    joined = (jnp.stack([gate, up], axis=1),)
+    return [experts.mix(x, ids, gates, joined, down, jax.nn.silu, None, fused, "rollout")]
+
+
+def mixed_rows(shapes: Shapes, given: Numbers, fused: Fused) -> list[Array]:
+    """A mix of experts and its gradients, as training has it."""
+    x, ids, gates, *matrices = drawn_experts(shapes, given)
+
+    def mix(x: Array, gates: Array, gate: Array, up: Array, down: Array) -> Array:
+        return experts.mix(x, ids, gates, (gate, up), down, jax.nn.silu, None, fused)
+
+    y, backward = jax.vjp(mix, x, gates, *matrices)
+    return [y, *backward(given.normal(shapes.dtype, *y.shape))]
+
+
+def drawn_experts(shapes: Shapes, given: Numbers) -> list[Array]:
+    """Tokens, two of eight experts of each, and their gates; gate, up and down."""
+    N, k, D, F, T = 8, 2, 256, 128, BATCH * given.nodes
+    ids = jax.lax.top_k(given.normal("float32", T, N), k)[1]
+    wide = [
+        given.normal(shapes.dtype, *one) / one[-1] ** 0.5 for one in [(N, F, D)] * 2 + [(N, D, F)]
+    ]
+    return [given.normal(shapes.dtype, T, D), ids, given.normal("float32", T, k), *wide]
+
+
 def cached(sizes: ModelConfig, shapes: Shapes, given: Numbers, fused: Fused) -> list[Array]:
     """Queries, keys and values of a cache, and of nodes, in a layer of these sizes."""
     K, E = architecture.rollout_kv_heads(sizes, fused.mesh.shape["model"]), sizes.head_dim
@@ -292,4 +320,6 @@ PARTS: dict[str, tuple[Callable[[Shapes, Numbers, Fused], list[Array]], Callable
     kernels.ATTENTION: (attention, difference),
     kernels.CACHE_ROWS: (committed, difference),
     kernels.FILTER: (filtered, misplaced),
+    kernels.EXPERTS: (mixed_rows, difference),
+    kernels.FEW_EXPERTS: (mixed, difference),
 }
