@@ -21,7 +21,7 @@ from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.drafter import DrafterConfig
 from tlt_jax.simulate.cost_table import ESTIMATE, MEASURED, CostRow, CostTable, normal
 from tlt_jax.spec_decode.strategy import Strategy
-from tlt_jax.tuner.cost_model import OnePass
+from tlt_jax.tuner.cost_model import DENSE, Networks
 
 BYTES = 2  # of a bfloat16 number
 UNROLL = 5  # draft steps that are trained at every position
@@ -74,7 +74,7 @@ class Sizes:
     cached: int
     level: int = 0
     width: int = 0
-    one_pass: OnePass | None = None
+    networks: Networks = DENSE
     windowed: int = 0
     window: int = 0
 
@@ -101,7 +101,7 @@ class Sizes:
         attended = 2 * sum(kind.num_heads * kind.head_dim for kind in model.kinds)
         windows = [window for window in model.windows if window]
         return cls(
-            read, model.num_layers, cached, level, attended, OnePass(*block) if block else None,
+            read, model.num_layers, cached, level, attended, Networks(block),
             len(windows), max(windows, default=0),
         )  # fmt: skip
 
@@ -129,8 +129,8 @@ class Estimate:
         sizes, device = self.sizes, self.device
         held = sizes.seen(held)
         levels, nodes = strategy.drafted_levels, strategy.topk
-        if levels and sizes.one_pass:
-            levels, nodes = sizes.one_pass
+        if levels and sizes.networks.one_pass:
+            levels, nodes = sizes.networks.one_pass
         rows, drafted = batch * strategy.nodes, batch * levels * nodes
         moved = BYTES * (sizes.read + batch * held * sizes.cached + levels * sizes.level)
         flops = 2 * (rows * (sizes.read + held * sizes.width) + drafted * sizes.level)
@@ -189,7 +189,7 @@ def factor(measured: CostTable, estimate: Estimate) -> tuple[float, float]:
 def estimated_rows(estimate: Estimate, efficiency: float) -> list[CostRow]:
     """Rows of what is no round: updates at `efficiency` of the peak, micro-steps, publishing."""
     sizes, tokens = estimate.sizes, 16384
-    drafter = sizes.level * (sizes.one_pass.layers if sizes.one_pass else UNROLL)
+    drafter = sizes.level * (sizes.networks.one_pass or (UNROLL,))[0]
 
     def row(program: str, weights: int, note: str) -> CostRow:
         seconds = estimate.update_seconds(tokens, weights) / efficiency
@@ -237,6 +237,6 @@ def table(
     ]
     facts = {"device": kind, "devices": str(devices), "factor": f"{scale:.3f} of {device}'s rounds"}
     return EstimatedTable(
-        (*estimated_rows(estimate, float(np.median(shares))), *rest), facts, measured.node, estimate.sizes.one_pass,
+        (*estimated_rows(estimate, float(np.median(shares))), *rest), facts, measured.node, estimate.sizes.networks,
         estimate=estimate, factor=scale, spread=spread,
     )  # fmt: skip
