@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 from tlt_jax.config import extension
 from tlt_jax.config.schema import ADAPTIVE, NONE, Speculation
@@ -87,15 +88,18 @@ def make_tuner(
 
     `networks`: of policy and drafter. Raises ConfigError when the user's module:function returns no Tuner.
     """
-    if not arms:
-        return baselines.fixed(OFF)
     kind, _, most = speculation.tuner.partition(":")
-    if kind == "threshold" and (not most or most.isdecimal()):
-        return baselines.threshold(arms, int(most or FEW))
-    if speculation.tuner == "fixed":
-        return baselines.fixed(arms[0])
-    if speculation.tuner == "beg_mab":
-        return baselines.beg_mab(arms)
+    simple = None
+    if not arms:
+        simple = baselines.fixed(OFF)
+    elif kind == "threshold" and (not most or most.isdecimal()):
+        simple = baselines.threshold(arms, int(most or FEW))
+    elif speculation.tuner == "fixed":
+        simple = baselines.fixed(arms[0])
+    elif speculation.tuner == "beg_mab":
+        simple = baselines.beg_mab(arms)
+    if simple:
+        return simple._replace(predict=partial(baselines.costs_alone, networks=networks))
     if not extension.is_own(speculation.tuner):
         return goodput.goodput(
             arms, node_cost=node_cost(is_cpu), learning=(LEARNED, MERGED), networks=networks
