@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tlt_jax.simulate import __main__ as command, acceptance, cost_table, estima
 from tlt_jax.simulate.acceptance import Curve
 from tlt_jax.simulate.report import Step
 from tlt_jax.spec_decode.strategy import PLAIN, parse
+from tlt_jax.tuner.cost_model import Networks
 
 SMALL = """
 run: runs/none
@@ -115,6 +117,14 @@ def test_costs_of_a_device_are_estimated_for_the_policy_of_the_configuration(con
     words = ["--config", config, "--costs", "v5p", "--arms", "plain", "--steps", "1"]
     assert command.main(words) == 0
     assert "of h200's rounds" in capsys.readouterr().out
+
+
+def test_rounds_of_a_table_are_those_of_the_policys_experts(config):
+    experts = {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 2}
+    dense = command.loading.parse(["--config", config])
+    mixed = replace(dense, model=replace(dense.model, init=dense.model.init | experts))
+    found = [command.costs_of(command.BASE, one).networks for one in (dense, mixed)]
+    assert found == [Networks(), Networks(None, 16, 2)]
 
 
 def test_a_policy_whose_path_names_an_unset_variable_is_simulated_by_a_table(config, tmp_path):

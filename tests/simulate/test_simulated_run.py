@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import Data, Rollout, Speculation, Train
+from tlt_jax.config.schema import Data, Model, Rollout, Speculation, Train
 from tlt_jax.errors import DataError
 from tlt_jax.rollout import engine
 from tlt_jax.rollout.executables.programs import Decode, StateShape
@@ -95,6 +95,17 @@ def test_virtual_time_is_exact_for_a_plain_rollout_of_one_group(monkeypatch):
     padded = 2 * 1024  # a row for two of the longest examples, 32 + 992 tokens
     assert step.seconds["update"] == pytest.approx(costs.seconds("update", padded))
     assert step.total == sum(step.seconds.values())
+
+
+@pytest.mark.parametrize(("kind", "terms"), [("qwen3", 5), ("qwen3_moe", 6)])
+def test_the_tuner_of_a_run_knows_the_experts_of_its_policy(kind, terms):
+    policy = run.STAND_IN | {"model_type": kind, "vocab_size": 512, "head_dim": 16}
+    if kind == "qwen3_moe":
+        policy |= {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = replace(configuration(), model=Model(init=policy))
+    trainer = SimulatedTrainer(config, "ngram", world())
+    trainer.step()
+    assert len(trainer.state.tuner["law"]["weights"]) == terms
 
 
 def test_a_rollout_waits_for_its_first_programs_as_long_as_they_compile():

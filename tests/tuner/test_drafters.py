@@ -271,7 +271,7 @@ def test_the_seconds_of_drafters_are_learned_separately():
 
 def test_a_block_drafter_costs_its_layers_whatever_the_depth():
     """By hand: the round 1, a node 1/10, a layer 0.06, a drafted node of a layer 1/400, a cache slot 1/131072."""
-    block, rows = cost_model.OnePass(layers=2, nodes=8), 4
+    block, rows = cost_model.Networks((2, 8)), 4
     for text, nodes in (("3_1_4", 4), ("7_1_8", 8), ("merged:6_4_16", 16)):
         found = cost_model.prior_rounds(Cell(rows, 512, parse(text)), 1 / 10, block)
         slots = rows * 512 / 131072
@@ -283,7 +283,7 @@ def test_a_block_drafter_costs_its_layers_whatever_the_depth():
 
 def test_what_a_shallow_block_costs_is_what_a_deep_one_does():
     """With the cost of verification known, one measured depth tells the others; levels would be charged by depth."""
-    block, cells = cost_model.OnePass(2, 8), {}
+    block, cells = cost_model.Networks((2, 8)), {}
     truth = {
         text: 1 + 0.01 * parse(text).nodes + 0.3 * (text != "off")
         for text in ("off", "2_1_3", "7_1_8")
@@ -293,12 +293,12 @@ def test_what_a_shallow_block_costs_is_what_a_deep_one_does():
             cells = cost_model.note(cells, 1, 512, parse(text), truth[text], False)
     target = [Cell(1, 512, parse("7_1_8"))]
     speeds = [
-        float(goodput.goodput(["2_1_3", "7_1_8"], 0.01, one_pass=one).predict(
+        float(goodput.goodput(["2_1_3", "7_1_8"], 0.01, networks=one).predict(
             goodput.begin() | {"cells": cells, "seen": 12}, target)[0][0])
-        for one in (block, None)
+        for one in (block, cost_model.DENSE)
     ]  # fmt: skip
     one_pass, by_level = (
-        cost_model.predict(cells, target, None, one)[0][0] for one in (block, None)
+        cost_model.predict(cells, target, None, one)[0][0] for one in (block, cost_model.DENSE)
     )
     assert abs(one_pass - np.log(truth["7_1_8"])) < 0.1 < by_level - np.log(truth["7_1_8"])
     assert speeds[0] > speeds[1] + 0.1

@@ -240,7 +240,7 @@ def test_where_only_plain_decoding_is_compiled_nothing_is_predicted_and_the_stat
     assert state["incumbents"]["4"] == "2_2_4" and state["gain"] > 1
     alone, choice = tuner.choose(state, 4, 4, 512, (PLAIN,))
     cells = [Cell(4, 512, one) for one in (PLAIN, arm)]
-    view = goodput.Prediction((PLAIN, arm), *goodput.predict(state, cells, None))
+    view = goodput.Prediction((PLAIN, arm), *goodput.predict(state, cells, cost_model.DENSE))
     given = {**state, "choices": state["choices"] + 1}
     full, i, reason = goodput.decide(given, view, 4, np.array([True, False]))
     assert (alone, choice.strategy, choice.reason) == (full, view.arms[i], reason)

@@ -76,6 +76,7 @@ class EngineBase:
     def __init__(
         self,
         config: Config,
+        model: ModelConfig,
         drafter: DrafterConfig | None,
         groups: int,
         is_cpu: bool,
@@ -83,22 +84,23 @@ class EngineBase:
         batch_buckets: Sequence[int] = (),
         cache_buckets: Sequence[int] = (),
     ):
-        self.config, self.job, self.group_count = config, job, groups
+        self.config, self.model_config, self.job, self.group_count = config, model, job, groups
         self.drafter = self.learned = drafter
         self.drafter_kind = drafter.kind if drafter else config.speculation.drafter
 
         speculation = config.speculation
-        arms, block = make.arms(speculation), drafters.block_pass(drafter)
+        arms = make.arms(speculation)
         self.arms = make.within(arms, drafter.depth if drafter else None)
         if len(self.arms) < len(arms) and job.is_first:
             deep = ", ".join(name(arm) for arm in arms if arm not in self.arms)
             log.warning("%s: deeper than the drafter drafts in a round, so left out", deep)
-        one_pass = cost_model.OnePass(*block) if block else None
+        block = drafters.block_pass(drafter)
+        networks = cost_model.Networks(block, model.num_experts, model.experts_per_token)
         self.is_cpu = is_cpu
-        self.tuner = make.make_tuner(speculation, self.arms, is_cpu, one_pass)
+        self.tuner = make.make_tuner(speculation, self.arms, is_cpu, networks)
         self.cost_table = None
         if config.rollout.deterministic:
-            self.cost_table = planner.cost_table(make.node_cost(is_cpu), one_pass)
+            self.cost_table = planner.cost_table(make.node_cost(is_cpu), networks)
 
         self.capacity = config.rollout.slots or self.share(
             config.rollout.prompts, config.rollout.samples
@@ -204,10 +206,9 @@ class Engine(EngineBase):
     ):
         job, is_cpu = job or Job(), meshes.is_cpu(mesh)
         cache = use_compile_cache(config.rollout.compile_cache)
-        super().__init__(
-            config, drafter, mesh.shape["data"], is_cpu, job, batch_buckets, cache_buckets
-        )
-        self.model_config, self.mesh, self.stops = model_config, mesh, stops
+        buckets = batch_buckets, cache_buckets
+        super().__init__(config, model_config, drafter, mesh.shape["data"], is_cpu, job, *buckets)
+        self.mesh, self.stops = mesh, stops
         self.clock = driver.SharedClock() if is_cpu else driver.WALL
         self.captures_states, self.records = captures_states, records
         self.lora = low_rank.kept_apart(lora, config.model.compute_dtype)

@@ -25,6 +25,7 @@ from tlt_jax.models import from_config
 from tlt_jax.simulate import acceptance, cost_table, estimate, lengths, record, report, run
 from tlt_jax.simulate.cost_table import CostTable
 from tlt_jax.simulate.run import ARMS, World
+from tlt_jax.tuner.cost_model import DENSE, Networks
 
 SHIPPED = Path(__file__).parent / "costs"
 BASE = "h200_qwen2.5_7b"  # the measured table that estimates are scaled by
@@ -165,6 +166,7 @@ def world_of(given: argparse.Namespace, config: Config, groups: int) -> World:
 
 def costs_of(text: str, config: Config) -> CostTable:
     """The cost table of --costs. Raises ConfigError for another number of devices a data group than mesh.model."""
+    model = run.model_of(config)
     path = next((one for one in (Path(text), SHIPPED / f"{text}.csv") if one.is_file()), None)
     if path:
         table = cost_table.read(path, drafter=config.drafter_training.kind)
@@ -174,8 +176,8 @@ def costs_of(text: str, config: Config) -> CostTable:
                 f"--costs {text} is of {devices} devices a data group, and mesh.model is {config.mesh.model}: set "
                 f"--mesh.model {devices}, or estimate: --costs {table.facts.get('device', 'h200')}"
             )
-        return table
-    model = run.model_of(config)
+        networks = Networks(None, model.num_experts, model.experts_per_token) if model else DENSE
+        return replace(table, networks=networks)
     if text in estimate.DEVICES and model is None:
         raise ConfigError(
             f"--costs {text} needs the policy's sizes: set model.path to a local directory, or model.init with vocab_size"

@@ -96,13 +96,13 @@ class Attention(NamedTuple):
 class CostTable:
     """The rows of a table, and `facts` of its head (such as device and policy). `node`: prior cost of a node, in rounds.
 
-    `one_pass`: the draft of a block drafter, which runs once a round.
+    `networks`: of policy and drafter.
     """
 
     rows: tuple[CostRow, ...]
     facts: Mapping[str, str] = field(default_factory=dict)
     node: float = 1 / 200
-    one_pass: cost_model.OnePass | None = None
+    networks: cost_model.Networks = cost_model.DENSE
 
     def of(self, program: str) -> list[CostRow]:
         """The rows of a program."""
@@ -150,7 +150,7 @@ class CostTable:
     @cached_property
     def weights(self) -> np.ndarray:
         """Weights [F] of the terms of a round, in seconds; see cost_model.fit_weights."""
-        return cost_model.fit_weights(self.cells, self.node, self.one_pass)
+        return cost_model.fit_weights(self.cells, self.node, self.networks)
 
     @cache  # noqa: B019 (a command has one table)
     def shape(self, batch: int, strategy: Strategy) -> tuple[float, float, float]:
@@ -165,12 +165,12 @@ class CostTable:
             read = sorted(round(one.read) for one in alike or rounds)
             at = read[len(read) // 2]
         cell = Cell(batch, at, arm)
-        logs, errors = cost_model.predict(self.cells, [cell], self.weights, self.one_pass)
+        logs, errors = cost_model.predict(self.cells, [cell], self.weights, self.networks)
         seconds, error = math.exp(float(logs[0])), float(errors[0])
         if self.attention:
             return seconds, self.attention.slope(batch, strategy.nodes), error
         empty, filled = (
-            float(np.array(cost_model.described(batch, read, arm, self.one_pass)[:5]) @ self.weights)
+            float(np.array(cost_model.described(batch, read, arm, self.networks)[cost_model.TERMS]) @ self.weights)
             for read in (0, at)
         )  # fmt: skip
         scale = seconds / filled

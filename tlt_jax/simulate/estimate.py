@@ -21,7 +21,7 @@ from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.drafter import DrafterConfig
 from tlt_jax.simulate.cost_table import ESTIMATE, MEASURED, CostRow, CostTable, normal
 from tlt_jax.spec_decode.strategy import Strategy
-from tlt_jax.tuner.cost_model import OnePass
+from tlt_jax.tuner.cost_model import DENSE, Networks
 
 BYTES = 2  # of a bfloat16 number
 UNROLL = 5  # draft steps that are trained at every position
@@ -66,7 +66,7 @@ DEVICES = {
 class Sizes:
     """Numbers of a policy and its drafter: weights that a round and a draft level read, layers, numbers of a cached token.
 
-    `windowed`: layers of which a token sees the last `window` tokens alone.
+    `windowed`: layers of which a token sees the last `window` tokens alone. `experts`: weights of all experts, beside `read`.
     """
 
     read: int
@@ -74,13 +74,14 @@ class Sizes:
     cached: int
     level: int = 0
     width: int = 0
-    one_pass: OnePass | None = None
+    networks: Networks = DENSE
     windowed: int = 0
     window: int = 0
+    experts: int = 0
 
     @classmethod
     def parsed(cls, text: str) -> Sizes:
-        """The sizes in the head of a table, such as `read 100 layers 2`; of a drafter that runs a pass a level."""
+        """The sizes in the head of a table, such as `read 100 layers 2`: a dense policy, a pass of the drafter a level."""
         words = text.split()
         return cls(**dict(zip(words[::2], map(int, words[1::2]), strict=True)))
 
@@ -88,8 +89,11 @@ class Sizes:
     def of(cls, model: ModelConfig, drafter: DrafterConfig | None = None) -> Sizes:
         """Of a policy, whose embedding is not read whole, and of its learned drafter (None: none)."""
         whole = architecture.weights(model, 1)
-        read = count(whole) - (0 if model.tied else count(whole.embed)) - count(whole.inputs_embed)
+        stacks = whole.layers if isinstance(whole.layers, tuple) else (whole.layers,)
+        experts = sum(count((one.expert_gate, one.expert_up, one.expert_down)) for one in stacks)
+        read = count(whole) - (0 if model.tied else count(whole.embed)) - count(whole.inputs_embed) - experts  # fmt: skip
         block = drafters.block_pass(drafter)
+        networks = Networks(block, model.num_experts, model.experts_per_token)
         level = count(drafters.weights(drafter, 1)) if drafter else 0
         if drafter and drafter.reads_policy_head:
             level += drafter.draft_vocab_size * model.hidden_size
@@ -101,9 +105,12 @@ class Sizes:
         attended = 2 * sum(kind.num_heads * kind.head_dim for kind in model.kinds)
         windows = [window for window in model.windows if window]
         return cls(
-            read, model.num_layers, cached, level, attended, OnePass(*block) if block else None,
-            len(windows), max(windows, default=0),
+            read, model.num_layers, cached, level, attended, networks, len(windows), max(windows, default=0), experts,
         )  # fmt: skip
+
+    def reads(self, tokens: int) -> float:
+        """Weights of the policy that so many tokens read, where each token chooses its experts by itself."""
+        return self.read + (self.experts * self.networks.touched(tokens) if self.experts else 0)
 
     def seen(self, held: float) -> float:
         """Of `held` tokens those that a token sees, on average over the layers."""
@@ -129,11 +136,11 @@ class Estimate:
         sizes, device = self.sizes, self.device
         held = sizes.seen(held)
         levels, nodes = strategy.drafted_levels, strategy.topk
-        if levels and sizes.one_pass:
-            levels, nodes = sizes.one_pass
+        if levels and sizes.networks.one_pass:
+            levels, nodes = sizes.networks.one_pass
         rows, drafted = batch * strategy.nodes, batch * levels * nodes
-        moved = BYTES * (sizes.read + batch * held * sizes.cached + levels * sizes.level)
-        flops = 2 * (rows * (sizes.read + held * sizes.width) + drafted * sizes.level)
+        moved = BYTES * (sizes.reads(rows) + batch * held * sizes.cached + levels * sizes.level)
+        flops = 2 * (rows * (sizes.reads(1) + held * sizes.width) + drafted * sizes.level)
         busy = moved / (COPIED * device.bandwidth) + flops / (MULTIPLIED * device.flops)
         kernels = LAYER_KERNELS * sizes.layers + ROUND_KERNELS + LEVEL_KERNELS * levels
         return busy / self.devices + kernels * KERNEL_S + self.exchange(rows, drafted, levels)
@@ -150,7 +157,7 @@ class Estimate:
         moved = 2 * (layers * rows + drafted) * width * BYTES * 2 * (1 - 1 / self.devices)
         return moved / self.device.link + 2 * (layers + levels) * 2 * KERNEL_S
 
-    def update_seconds(self, tokens: float, weights: int) -> float:
+    def update_seconds(self, tokens: float, weights: float) -> float:
         """A forward and backward pass through `weights` weights, of a data group's `tokens` tokens."""
         return UPDATE_FLOPS * weights * tokens / (self.device.flops * self.devices)
 
@@ -189,22 +196,22 @@ def factor(measured: CostTable, estimate: Estimate) -> tuple[float, float]:
 def estimated_rows(estimate: Estimate, efficiency: float) -> list[CostRow]:
     """Rows of what is no round: updates at `efficiency` of the peak, micro-steps, publishing."""
     sizes, tokens = estimate.sizes, 16384
-    drafter = sizes.level * (sizes.one_pass.layers if sizes.one_pass else UNROLL)
+    drafter = sizes.level * (sizes.networks.one_pass or (UNROLL,))[0]
 
-    def row(program: str, weights: int, note: str) -> CostRow:
+    def row(program: str, weights: float, note: str) -> CostRow:
         seconds = estimate.update_seconds(tokens, weights) / efficiency
         return CostRow(program, seconds, ESTIMATE, tokens=tokens, note=note)
 
     share = f"FLOP at {efficiency:.2f} of the peak"
-    rows = [row("update", sizes.read, share)]
+    rows = [row("update", sizes.reads(1), share)]
     if sizes.level:
-        features = sizes.read // 3  # a forward pass of the policy
+        features = sizes.reads(1) // 3  # a forward pass of the policy
         rows.append(
             row("drafter_update", drafter + features, f"{share}; with the policy's forward pass")
         )
         rows.append(row("micro_step", drafter, f"{share}; a data group's, on kept features"))
     # The policy's weights come from the other hosts to each data group.
-    published = BYTES * sizes.read / (LITERATURE_LINK * estimate.devices)
+    published = BYTES * (sizes.read + sizes.experts) / (LITERATURE_LINK * estimate.devices)
     return [*rows, CostRow("publish", published, ESTIMATE, note="bytes over 400 Gb/s a device")]
 
 
@@ -237,6 +244,6 @@ def table(
     ]
     facts = {"device": kind, "devices": str(devices), "factor": f"{scale:.3f} of {device}'s rounds"}
     return EstimatedTable(
-        (*estimated_rows(estimate, float(np.median(shares))), *rest), facts, measured.node, estimate.sizes.one_pass,
+        (*estimated_rows(estimate, float(np.median(shares))), *rest), facts, measured.node, estimate.sizes.networks,
         estimate=estimate, factor=scale, spread=spread,
     )  # fmt: skip

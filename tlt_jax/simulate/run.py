@@ -113,8 +113,8 @@ class SimulatedEngine(EngineBase):
         groups: int,
         programs: SimulatedPrograms,
     ):
-        super().__init__(config, drafter, groups, programs.waits, Job())
-        self.model_config, self.mesh, self.ngram_memory = model, None, None
+        super().__init__(config, model, drafter, groups, programs.waits, Job())
+        self.mesh, self.ngram_memory = None, None
         self.groups, self.local_groups = [None] * groups, range(groups)
         self.programs, self.clock = programs, programs.clock
         self.ending: Ending | None = None  # of the last rollout

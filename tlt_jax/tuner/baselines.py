@@ -76,9 +76,11 @@ def learn_costs(state: State, seen: Measurement) -> State:
     return {**state, **cost_model.learned(state, seen)}
 
 
-def costs_alone(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
+def costs_alone(
+    state: State, cells: Sequence[Cell], networks: cost_model.Networks = cost_model.DENSE
+) -> tuple[np.ndarray, np.ndarray]:
     """Log rounds per second in each cell, and their standard errors; acceptance is unknown and counts as equal in all cells."""
-    seconds, error = cost_model.predict(state["cells"], cells)
+    seconds, error = cost_model.predict(state["cells"], cells, networks=networks)
     return -seconds, error
 
 

@@ -2,10 +2,10 @@
 
 A cell is one compiled round, "batch/slots/strategy"; its samples are seconds per round. Other work on the machine makes
 rounds slower: cells are measured apart for each level of it, see `learned`. A prediction has two parts:
-seconds = a + b nodes + c levels + d drafted nodes + e cache slots, with weights >= 0 fitted to all cells (verification
-costs by the nodes of all rows, so plain rounds of large batches are evidence on trees at small ones; levels are those that
-a network of one layer drafts, see OnePass for a block drafter); and a cell's residual: its own where it was measured, else
-the mean residual of cells of the same batch or strategy. Letters: C cells, A arms, F terms, X columns that describe a cell.
+seconds = a + b nodes + c levels + d drafted nodes + e cache slots (+ f touched experts), with weights >= 0 fitted to all
+cells (verification costs by the nodes of all rows, so plain rounds of large batches are evidence on trees at small ones;
+levels and experts: see Networks); and a cell's residual: its own where it was measured, else the mean residual of cells of
+the same batch or strategy. Letters: C cells, A arms, F terms, X columns that describe a cell.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ SAMPLES = 9  # the latest samples of a cell that are stored; its cost is their m
 KEPT = 2  # of them stay when a cell is measured again after a long time
 CELLS = 96  # the latest cells that are stored
 # Prior weights of the terms, in units of a round's fixed cost: the round itself, a node, a draft
-# level, a drafted node, a cache slot of a row. nan: `node`, NODE by default.
-UNITS = np.array([1.0, math.nan, 0.06, 1 / 400, 1 / 131072])
+# level, a drafted node, a cache slot of a row, all experts. nan: `node`, NODE by default. By simulate/estimate.py the
+# experts of Qwen3-30B-A3B take 7 fixed costs on an H200, 9 on an H100, 17 on a v5e.
+UNITS = np.array([1.0, math.nan, 0.06, 1 / 400, 1 / 131072, 10.0])
 NODE = 1 / 32  # between a CPU (1/10) and a memory-bound accelerator (1/300)
 RIDGE = 0.02  # strength of the prior weights, relative to one cell
 # Standard deviations of log seconds: one warm sample, one cold sample, the least of a warm cell.
@@ -40,18 +41,31 @@ RECENT = 0.99  # share of the earlier turns of a level that a measurement leaves
 FAR = 0.3  # log error of the linear part above which a cell is an outlier and gets less weight
 # Standard deviations of a cell's log seconds around the linear part: with and without cells of its batch or strategy.
 ALIKE, ALONE = 0.2, 0.25
-TERMS, BATCH, SLOTS, ARM = slice(0, 5), 5, 6, 7  # columns that describe a cell
+TERMS, IDENTITY = slice(0, -3), slice(-3, None)  # columns that describe a cell
 
 
-class OnePass(NamedTuple):
-    """The draft of a block drafter: whatever a strategy's depth, one pass of `layers` layers over `nodes` nodes of a row.
+class Networks(NamedTuple):
+    """What the cost of a round depends on besides its cell: how the drafter drafts, and how the policy reads its weights.
 
-    A layer counts as a level of a drafter of one layer: both read their weights once. For the 7B shapes of an H200 such a
-    level is 0.75 GB with its part of the head, a block of two layers 1.2 GB, of five 3.3 GB.
+    `one_pass`: layers and nodes of a row of the one pass of a block drafter, whatever a strategy's depth; None: a pass for
+    each level. A layer counts as a level of a drafter of one layer: both read their weights once. For the 7B shapes of an
+    H200 such a level is 0.75 GB with its part of the head, a block of two layers 1.2 GB, of five 3.3 GB.
+    `experts` of an MLP, of which each token chooses `chosen`; 0: a dense policy, whose rounds have no such term.
     """
 
-    layers: int
-    nodes: int
+    one_pass: tuple[int, int] | None = None
+    experts: int = 0
+    chosen: int = 0
+
+    def touched(self, tokens: int) -> float:
+        """The expected share of the experts that so many tokens choose, if each token chose by itself.
+
+        Tokens of a tree choose alike and touch fewer: a term whose weight is learned, and not what is read.
+        """
+        return 1 - (1 - self.chosen / self.experts) ** tokens
+
+
+DENSE = Networks()
 
 
 def note(
@@ -169,65 +183,67 @@ def deviation(cells: Mapping) -> float:
 
 @lru_cache(1024)
 def described(
-    batch: int, slots: int, arm: Strategy, one_pass: OnePass | None = None
+    batch: int, slots: int, arm: Strategy, networks: Networks = DENSE
 ) -> tuple[float, ...]:
     """The columns of a cell: terms of the linear part, and identity."""
     levels, drafter = arm.drafted_levels, ("", *DRAFTERS).index(arm.drafter)
-    levels, nodes = one_pass if levels and one_pass else (levels, arm.topk)
+    levels, nodes = networks.one_pass if levels and networks.one_pass else (levels, arm.topk)
     terms = (1.0, batch * arm.nodes, levels, batch * levels * nodes, batch * slots)
+    terms += (networks.touched(batch * arm.nodes),) if networks.experts else ()
     which = (drafter << 48) + (arm.depth << 40) + (arm.topk << 20) + arm.nodes
     return (*terms, batch, slots, which)
 
 
 @lru_cache(1024)
-def row(key: str, one_pass: OnePass | None) -> tuple[float, ...]:
+def row(key: str, networks: Networks) -> tuple[float, ...]:
     """The columns of the cell with this key."""
     batch, slots, text = key.split("/")
-    return described(int(batch), int(slots), parse(text), one_pass)
+    return described(int(batch), int(slots), parse(text), networks)
 
 
-def known(cells: Mapping, one_pass: OnePass | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def known(cells: Mapping, networks: Networks) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The cells' columns [C, X], log seconds [C], and standard errors of these [C]."""
     noise = deviation(cells)
     log_C, noise_C = np.array([settled(cell, noise) for cell in cells.values()]).T
-    return np.array([row(key, one_pass) for key in cells], float), log_C, noise_C
+    return np.array([row(key, networks) for key in cells], float), log_C, noise_C
 
 
-def units_of(node: float) -> np.ndarray:
-    """The prior weights UNITS with this cost of a node."""
-    return np.where(np.isnan(UNITS), node, UNITS)
+def units_of(node: float, networks: Networks) -> np.ndarray:
+    """The prior weights UNITS of the terms that these networks have, with this cost of a node."""
+    return np.where(np.isnan(UNITS), node, UNITS)[: None if networks.experts else -1]
 
 
-def prior_rounds(cell: Cell, node: float = NODE, one_pass: OnePass | None = None) -> float:
+def prior_rounds(cell: Cell, node: float = NODE, networks: Networks = DENSE) -> float:
     """The expected cost of a round of this cell before any measurement, in fixed costs of a round."""
-    terms = described(*cell, one_pass)[TERMS]
-    return float(np.array(terms) @ units_of(node))
+    terms = described(*cell, networks)[TERMS]
+    return float(np.array(terms) @ units_of(node, networks))
 
 
-def fit_weights(cells: Mapping, node: float = NODE, one_pass: OnePass | None = None) -> np.ndarray:
+def fit_weights(cells: Mapping, node: float = NODE, networks: Networks = DENSE) -> np.ndarray:
     """Weights [F] of the terms, in seconds, fitted to the cells."""
-    cell_CX, log_C, noise_C = known(cells, one_pass)
-    return fit(cell_CX[:, TERMS], np.exp(log_C), noise_C, units_of(node))
+    cell_CX, log_C, noise_C = known(cells, networks)
+    return fit(cell_CX[:, TERMS], np.exp(log_C), noise_C, units_of(node, networks))
 
 
 def predict(
     cells: Mapping,
     targets: Sequence[Cell],
     weights: Sequence[float] | None = None,
-    one_pass: OnePass | None = None,
+    networks: Networks = DENSE,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log seconds of a round of each target [A], and their standard errors [A].
 
     `weights`: the result of `fit_weights` for nearly the same cells; None: fitted here. Without cells the
     result is the prior, up to one unknown common factor: the errors are infinite.
     """
-    target_AX = np.array([described(*target, one_pass) for target in targets], float)
+    target_AX = np.array([described(*target, networks) for target in targets], float)
+    units = units_of(NODE, networks)
     if not cells:
-        return np.log(target_AX[:, TERMS] @ units_of(NODE)), np.full(len(targets), math.inf)
+        return np.log(target_AX[:, TERMS] @ units), np.full(len(targets), math.inf)
 
-    cell_CX, log_C, noise_C = known(cells, one_pass)
+    cell_CX, log_C, noise_C = known(cells, networks)
     if weights is None:
-        weights = fit(cell_CX[:, TERMS], np.exp(log_C), noise_C, units_of(NODE))
+        weights = fit(cell_CX[:, TERMS], np.exp(log_C), noise_C, units)
 
     rest_C = log_C - np.log(cell_CX[:, TERMS] @ weights)
     few_C = np.array([max(len(cell["warm"]) * 2, len(cell["cold"])) for cell in cells.values()])
@@ -244,7 +260,7 @@ def residual(
     Estimated from the residuals `rest_C` of the cells, with variances `noise_C`: the precision-weighted mean over cells of
     the same batch or strategy, combined with the target's own cell by precision.
     """
-    same = cell_CX[None, :, BATCH:] == target_AX[:, None, BATCH:]  # [A, C, identity]
+    same = cell_CX[None, :, IDENTITY] == target_AX[:, None, IDENTITY]  # [A, C, identity]
     is_alike = same[..., 0] | same[..., -1]
     weight_AC = is_alike / (ALIKE**2 + noise_C)
     alike_A = weight_AC.sum(1)

@@ -50,7 +50,7 @@ def goodput(
     strategies: Sequence[Strategy | str],
     node_cost: float = cost_model.NODE,
     learning: Collection[str] = (),
-    one_pass: cost_model.OnePass | None = None,
+    networks: cost_model.Networks = cost_model.DENSE,
 ) -> Tuner:
     """A tuner that predicts the tokens per second of every arm; plain decoding is an arm.
 
@@ -61,8 +61,8 @@ def goodput(
     expected loss: some plain rounds, and small shares of all time and of the time saved. `node_cost` is
     the prior cost of a node, in units of a round's fixed cost: about 1/10 on a CPU, 1/200 on an
     accelerator. `learning`: drafters that start untrained; their arms are not usable before
-    their acceptance was estimated (`update_prior`) or measured. `one_pass`: the draft of a learned
-    drafter that does not run once a level. Raises ValueError as `parse_arms` does.
+    their acceptance was estimated (`update_prior`) or measured. `networks`: of policy and drafter.
+    Raises ValueError as `parse_arms` does.
     """
     arms = parse_arms(strategies)
     learn = partial(observe_goodput, arms=arms)
@@ -91,9 +91,9 @@ def goodput(
             incumbents = {**state["incumbents"], str(batch): name(PLAIN)}
             return {**state, "incumbents": incumbents, "gain": 1.0}, Choice(PLAIN, math.nan, "kept")
 
-        state = refitted(state, node_cost, one_pass)
+        state = refitted(state, node_cost, networks)
         cells = [Cell(batch, slots, arm) for arm in candidates]
-        view = Prediction(candidates, *predict(state, cells, one_pass))
+        view = Prediction(candidates, *predict(state, cells, networks))
         is_compiled = np.array([arm in available for arm in candidates])
         plain = state["cells"].get(f"{batch}/{slots}/{name(PLAIN)}")
         is_close = view.speed.max() < view.speed[0] + FIRST_RUN
@@ -107,8 +107,8 @@ def goodput(
         return state, Choice(view.arms[i], predicted, reason, rounds, is_exploring)
 
     def speeds(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
-        state = refitted(state, node_cost, one_pass) if state["cells"] else state
-        return predict(state, cells, one_pass)[:2]
+        state = refitted(state, node_cost, networks) if state["cells"] else state
+        return predict(state, cells, networks)[:2]
 
     return Tuner(
         begin,
@@ -157,21 +157,21 @@ def begin_kind() -> State:
     }
 
 
-def refitted(state: State, node_cost: float, one_pass: cost_model.OnePass | None) -> State:
+def refitted(state: State, node_cost: float, networks: cost_model.Networks) -> State:
     """The state with cost weights fitted to all measurements but the latest few."""
     law, level = state["law"], state["level"]
     if law and law["level"] == level and state["seen"] <= REFIT * law["seen"]:
         return state
-    weights = cost_model.fit_weights(state["cells"], node_cost, one_pass).tolist()
+    weights = cost_model.fit_weights(state["cells"], node_cost, networks).tolist()
     return {**state, "law": {"weights": weights, "seen": state["seen"], "level": level}}
 
 
 def predict(
-    state: State, cells: Sequence[Cell], one_pass: cost_model.OnePass | None
+    state: State, cells: Sequence[Cell], networks: cost_model.Networks
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Log tokens per second of one live row in each cell, their standard errors, and log seconds of a round."""
     weights = state["law"]["weights"] if state["law"] else None
-    seconds, uncertainty = cost_model.predict(state["cells"], cells, weights, one_pass)
+    seconds, uncertainty = cost_model.predict(state["cells"], cells, weights, networks)
     accepted, error = np.zeros(len(cells)), np.zeros(len(cells))
     for batch in {cell.batch for cell in cells}:
         here = [i for i, cell in enumerate(cells) if cell.batch == batch]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 from tlt_jax.config import extension
 from tlt_jax.config.schema import ADAPTIVE, NONE, Speculation
@@ -11,7 +12,7 @@ from tlt_jax.errors import ConfigError
 from tlt_jax.spec_decode.strategy import DRAFTERS, LEARNED, MERGED, NGRAM, OFF, Strategy, name
 from tlt_jax.tuner import baselines, goodput
 from tlt_jax.tuner.baselines import parse_arms
-from tlt_jax.tuner.cost_model import OnePass
+from tlt_jax.tuner.cost_model import DENSE, Networks
 from tlt_jax.tuner.interface import Tuner
 
 FEW = 32  # most live sequences of a data group that drafts, with the tuner threshold
@@ -81,25 +82,27 @@ def make_tuner(
     speculation: Speculation,
     arms: Sequence[Strategy],
     is_cpu: bool,
-    one_pass: OnePass | None = None,
+    networks: Networks = DENSE,
 ) -> Tuner:
     """The tuner that speculation.tuner names; without arms, one that always decodes plainly.
 
-    `one_pass`: the draft of a learned drafter that does not run once a level. Raises ConfigError when the user's
-    module:function returns no Tuner.
+    `networks`: of policy and drafter. Raises ConfigError when the user's module:function returns no Tuner.
     """
-    if not arms:
-        return baselines.fixed(OFF)
     kind, _, most = speculation.tuner.partition(":")
-    if kind == "threshold" and (not most or most.isdecimal()):
-        return baselines.threshold(arms, int(most or FEW))
-    if speculation.tuner == "fixed":
-        return baselines.fixed(arms[0])
-    if speculation.tuner == "beg_mab":
-        return baselines.beg_mab(arms)
+    simple = None
+    if not arms:
+        simple = baselines.fixed(OFF)
+    elif kind == "threshold" and (not most or most.isdecimal()):
+        simple = baselines.threshold(arms, int(most or FEW))
+    elif speculation.tuner == "fixed":
+        simple = baselines.fixed(arms[0])
+    elif speculation.tuner == "beg_mab":
+        simple = baselines.beg_mab(arms)
+    if simple:
+        return simple._replace(predict=partial(baselines.costs_alone, networks=networks))
     if not extension.is_own(speculation.tuner):
         return goodput.goodput(
-            arms, node_cost=node_cost(is_cpu), learning=(LEARNED, MERGED), one_pass=one_pass
+            arms, node_cost=node_cost(is_cpu), learning=(LEARNED, MERGED), networks=networks
         )
     found = extension.call("speculation.tuner", speculation.tuner, arms)
     if not isinstance(found, Tuner):

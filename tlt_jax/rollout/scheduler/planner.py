@@ -348,15 +348,12 @@ def rounds_that_fit(view: GroupView, slots: int, choice: Choice) -> int:
     return rounds
 
 
-def cost_table(node: float, one_pass: cost_model.OnePass | None = None) -> CostTable:
-    """Replaces the measured seconds by those of the table; `node`: cost of a node, in rounds.
-
-    `one_pass`: the draft of a learned drafter that does not run once a level.
-    """
+def cost_table(node: float, networks: cost_model.Networks = cost_model.DENSE) -> CostTable:
+    """Replaces the measured seconds by those of the table; `node`: cost of a node, in rounds."""
 
     def with_table_seconds(seen: Measurement) -> Measurement:
         cell = Cell(seen.batch, seen.slots, seen.strategy)
-        seconds = ROUND * cost_model.prior_rounds(cell, node, one_pass) * seen.rounds
+        seconds = ROUND * cost_model.prior_rounds(cell, node, networks) * seen.rounds
         return seen._replace(
             seconds=seconds, uncertainty=0.0, catch_up=0.0, is_moved=False, taken=0.0
         )
