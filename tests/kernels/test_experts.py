@@ -91,18 +91,11 @@ def test_a_mix_and_its_gradients_are_those_of_a_loop_over_tokens(case, block, x6
     close(found(mix, *arrays, slope), reference(*arrays, slope), case[5])
 
 
-@pytest.mark.parametrize("block", [1, 4, None])
 @pytest.mark.parametrize("case", CASES)
-def test_joined_matrices_have_the_same_mix(case, block, x64):
+def test_joined_matrices_have_the_same_mix(case, x64):
     *arrays, (gate, up), down = jax.tree.map(jnp.asarray, given(*case))
-    joined = (jnp.stack([gate, up], axis=1),)
-    mix = (
-        partial(experts.mix_once, block=block) if block else partial(experts.mix, layout="rollout")
-    )
-    y = jax.jit(partial(mix, activation=jax.nn.silu))(*arrays, joined, down)
-    close(y, reference(*arrays, (gate, up), down, arrays[0])[0], case[5])
-    form = Form(LOOP, block or 8)
-    y = experts.mix_sorted(*arrays, joined, down, jax.nn.silu, form)
+    mix = jax.jit(partial(experts.mix, activation=jax.nn.silu, layout="rollout"))
+    y = mix(*arrays, (jnp.stack([gate, up], axis=1),), down)
     close(y, reference(*arrays, (gate, up), down, arrays[0])[0], case[5])
 
 

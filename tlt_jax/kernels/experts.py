@@ -7,11 +7,21 @@ With a mesh each expert's width F lies on `model`. Activations are on all device
 experts there need the same all-reduce, and widths give each device the same work: of 8 tokens with 8 of 128 experts the busiest
 of 8 devices would have 1.5 times the mean. The cost is narrower tiles.
 
-Microseconds of a call in float32 on a CPU of 2 cores; "all": one product of all tokens with all experts; "taken": with the
-matrices of each pair, copied. LOOP is never more than a tenth slower than "all", which is therefore no form:
+LOOP is for CPUs. Microseconds of a call in float32 on 2 cores (2026-12-01); "all": each token times all experts, in one
+product, which is no form, since it saves 10 us at most; "taken": times copies of its experts' matrices.
 
-| N, k, F, D       | tokens | LOOP, rollout | LOOP, training | all    | taken  |
-|------------------|--------|---------------|----------------|--------|--------|
+| N, k, F, D      | tokens |  LOOP |    all |  taken |
+|-----------------|--------|-------|--------|--------|
+| 8, 2, 64, 64    |      1 |    63 |     51 |     41 |
+|                 |      4 |    67 |     59 |     83 |
+|                 |     16 |    91 |     83 |    273 |
+|                 |     64 |   162 |    212 |    776 |
+|                 |   1024 |   961 |   4526 |        |
+| 64, 8, 256, 512 |      1 |   431 |  26416 |   9272 |
+|                 |      4 |  2417 |  28573 |  54765 |
+|                 |     16 |  8452 |  32456 | 206927 |
+|                 |     64 | 20717 |  59316 | 793324 |
+|                 |   1024 | 90266 | 738608 |        |
 """
 
 from __future__ import annotations
@@ -84,13 +94,12 @@ def mix(
     """The sum over a token's k experts of gates * down @ (activation(gate @ x) * (up @ x)).
 
     It is added in at least float32 and rounded once. `ids`: distinct for a token. `matrices`: those of gate and up, each
-    [N, F, D], or one of both, [N, 2, F, D], which has no gradient. The first axis of x lies over `data`. `mesh`: where it runs;
+    [N, F, D], or one of both, [N, 2, F, D]. The first axis of x lies over `data`. `mesh`: where it runs;
     None: on the default device, by XLA. `fused`: the kernels of a data group; None: all that run on the mesh, but FEW.
     """
     mesh = mesh if fused is None else fused.mesh
-    ids = checkpoint_name(
-        ids.astype(jnp.int32), MLP
-    )  # a recomputed choice may differ where two experts are nearly equal
+    # Kept with the products: a choice that is made again may differ where two experts are nearly equal.
+    ids = checkpoint_name(ids.astype(jnp.int32), MLP)
     kernels = Fused.of(mesh) if fused is None and mesh is not None and is_gpu(mesh) else fused
 
     def local(x: Array, ids: Array, gates: Array, down: Array, *matrices: Array) -> Array:
@@ -100,8 +109,6 @@ def mix(
         form = rule(mesh, kernels, x.dtype, ids.size, len(down), is_few)
         if form.name == FEW:
             y = expert_tiles.few(*given[:3], matrices[0], down, kernels).sum(1)
-        elif form.name == LOOP and len(matrices) == 1:
-            y = mix_once(*given, form.block)
         else:
             y = mix_sorted(*given, form)
         return y.reshape(x.shape)
@@ -146,7 +153,7 @@ def rule(
             return Form(FEW, block, fused)
         if EXPERTS in on:
             return Form(TILES, block, fused)
-    return Form(LOOP, 1 if mean <= 2 else min(MOST, power(round(1.5 * mean))))
+    return Form(LOOP, 1 if mean <= 4 else min(MOST, power(round(1.5 * mean))))
 
 
 def mix_sorted(
@@ -171,34 +178,6 @@ def mix_sorted(
     h = gated(gate, up, weights, activation).astype(x.dtype)
     y = product(h, down, groups, form, widen(x.dtype))
     return collect(y, groups.pair // k, groups.place)
-
-
-def mix_once(
-    x: Float[Array, "T D"],
-    ids: Int32[Array, "T k"],
-    gates: Float[Array, "T k"],
-    matrices: Sequence[Float[Array, "N 2 F D"]],
-    down: Float[Array, "N D F"],
-    activation: Callable[[Array], Array],
-    block: int,
-) -> Float[Array, "T D"]:
-    """`mix_sorted` as one LOOP: the three products of a block in one step. It has no gradient."""
-    k = ids.shape[1]
-    groups = grouped(ids, len(down), ids.size + block)
-    rows, weights = x[groups.pair // k], gates.reshape(-1, 1)[groups.pair]
-    expert, first, _, used = blocks(groups, block, ids.size)
-
-    def step(i: Array, y: Array) -> Array:
-        own, weight = (
-            jax.lax.dynamic_slice_in_dim(one, first[i], block) for one in (rows, weights)
-        )
-        gate, up = (contract("rd,fd->rf", own, matrices[0][expert[i], j]) for j in range(2))
-        h = gated(gate, up, weight, activation).astype(x.dtype)
-        one = contract("rf,df->rd", h, down[expert[i]])
-        return jax.lax.dynamic_update_slice_in_dim(y, one, first[i], 0)
-
-    y = jnp.zeros(rows.shape, widen(x.dtype))
-    return jax.lax.fori_loop(0, used, step, y)[groups.place].sum(1)
 
 
 def gated(gate: Array, up: Array, weights: Array, activation: Callable[[Array], Array]) -> Array:
@@ -324,7 +303,8 @@ def multiplied(
 
     def step(i: Array, y: Array) -> Array:
         own = jax.lax.dynamic_slice_in_dim(rows, first[i], form.block)
-        one = contract("ro,oi->ri" if is_transposed else "ri,oi->ro", own, matrix[expert[i]])
+        its = matrix[expert[i]]
+        one = contract("ri,io->ro", own, its if is_transposed else its.T)
         return jax.lax.dynamic_update_slice_in_dim(y, one.astype(dtype), first[i], 0)
 
     return jax.lax.fori_loop(0, used, step, jnp.zeros((len(rows), out), dtype))
