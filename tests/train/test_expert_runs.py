@@ -70,9 +70,9 @@ def test_replay_changes_no_bit_in_float32_and_neither_do_drafts_nor_a_resume(
 
 
 def test_replay_brings_the_ratio_of_rollout_and_update_nearer_to_1_in_bfloat16(configure, tmp_path):
-    """Of the first step, whose answers are the same; twelve layers of which each chooses 4 of 32 experts."""
+    """Of the first step, whose answers are the same; six layers of which each chooses 2 of 32 experts: 0.025 and 0.19."""
     wide = EXPERTS["model.init"] | {
-        "num_hidden_layers": 12, "num_experts": 32, "num_experts_per_tok": 4, "hidden_size": 32, "initializer_range": 0.1,
+        "num_hidden_layers": 6, "num_experts": 32, "hidden_size": 64, "moe_intermediate_size": 64, "initializer_range": 0.2,
     }  # fmt: skip
     knobs = EXPERTS | {
         "model.init": wide, "model.compute_dtype": "bfloat16", "train.steps": 1, "rollout.prompts": 8, "rollout.samples": 4,
@@ -86,7 +86,7 @@ def test_replay_brings_the_ratio_of_rollout_and_update_nearer_to_1_in_bfloat16(c
     diff = "actor/rollout_logprob_diff_mean"
     assert found["auto"]["response_length/mean"] == found["never"]["response_length/mean"]
     assert found["auto"]["experts/changed"] > 0.01
-    assert found["auto"][diff] < 0.7 * found["never"][diff]
+    assert found["auto"][diff] < 0.5 * found["never"][diff]
 
 
 def test_adapters_leave_experts_alone_and_model_2_equals_model_1(configure, tmp_path):

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32, Integer
 
-from tlt_jax.kernels import packed_attention, product_parts, projections, tree_attention
+from tlt_jax.kernels import experts, packed_attention, product_parts, projections, tree_attention
 from tlt_jax.kernels.fused import Fused
 from tlt_jax.kernels.numerics import finite, sound
 from tlt_jax.models import layers as ops, low_rank, moe, remat as remats
@@ -198,8 +198,13 @@ def mlp(
     if shared is not None:
         shared = jax.nn.sigmoid(ops.project(y, layer.shared_gate, None, axis)) * shared
     y = y.T if axis == 0 else y
-    given = ACTIVATIONS[config.activation], replayed, mesh, fused
-    mixed, routed = moe.mix(layer, config, y, *given)
+    with jax.named_scope("experts"):
+        routed, gates = moe.route(layer.router, config, y, replayed)
+        is_joined = isinstance(layer, JoinedLayer)
+        matrices = (layer.expert_gate_up,) if is_joined else (layer.expert_gate, layer.expert_up)
+        where = mesh, fused, "rollout" if is_joined else "train"
+        act = ACTIVATIONS[config.activation]
+        mixed = experts.mix(y, routed.ids, gates, matrices, layer.expert_down, act, *where)
     mixed = mixed.T if axis == 0 else mixed
     return mixed if shared is None else mixed + shared, routed
 

@@ -316,7 +316,7 @@ def unroll(
         # No mesh, so in blocks: the libraries return no sums to merge own keys into, and the replay packs any number of
         # windows into a row.
         attended = packed_attention.attend(q, *first, segments, block, own=own)
-        x = finish(params.layers, config.layers, x, attended.reshape(*x.shape[:2], -1), -1)
+        x, _ = finish(params.layers, config.layers, x, attended.reshape(*x.shape[:2], -1), -1)
         if config.norm_output:
             x = ops.rms_norm(x, params.final_norm, config.layers.rms_eps)
         return rows(x), (k, v)

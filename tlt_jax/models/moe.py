@@ -8,13 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from tlt_jax.kernels import experts
-from tlt_jax.kernels.fused import Fused
 from tlt_jax.models import layers as ops
-from tlt_jax.models.architecture import JoinedLayer, Layer, ModelConfig
+from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.shapes import shaped
 
 MOST_NAMED = 16  # experts that have a metric each
@@ -63,25 +60,6 @@ def by_layer(
     if recorded is None:
         return None
     return recorded.reshape(*recorded.shape[:2], -1, config.experts_per_token)
-
-
-@jax.named_scope("experts")
-def mix(
-    layer: Layer | JoinedLayer,
-    config: ModelConfig,
-    y: Float[Array, "*A D"],
-    activation: Callable[[Array], Array],
-    replayed: Integer[Array, "*A k"] | None,
-    mesh: Mesh | None,
-    fused: Fused | None,
-) -> tuple[Float[Array, "*A D"], Routed]:
-    """What a layer's experts make of its normed input."""
-    routed, gates = route(layer.router, config, y, replayed)
-    is_joined = isinstance(layer, JoinedLayer)
-    matrices = (layer.expert_gate_up,) if is_joined else (layer.expert_gate, layer.expert_up)
-    layout = "rollout" if is_joined else "train"
-    given = matrices, layer.expert_down, activation, mesh, fused, layout
-    return experts.mix(y, routed.ids, gates, *given), routed
 
 
 @shaped

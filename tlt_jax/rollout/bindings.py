@@ -26,9 +26,9 @@ from tlt_jax.spec_decode.interface import (
     Candidates,
     Drafter,
     PyTree,
-    Record,
     Sampling,
     Target,
+    TokenRecord,
     stateless,
 )
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, Strategy
@@ -146,7 +146,7 @@ def bind_target(
         if is_gpu(group_mesh)
         else None,
         filter=partial(filtered, fused=fused) if is_gpu(group_mesh) else None,
-        record=Record(*moe.record_shape(config), lambda scratch: scratch.experts)
+        record=TokenRecord(*moe.record_shape(config), lambda scratch: scratch.experts)
         if records
         else None,
     )

@@ -110,8 +110,8 @@ class Emitted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """The target's record of all tokens of these prompts but the last, see interface.Record."""
+class PromptsRecorded:
+    """The target's record of all tokens of these prompts but the last, see interface.TokenRecord."""
 
     prompts: dict[int, np.ndarray]
 
@@ -147,7 +147,7 @@ class WentIdle:
     """The group has finished its part of the rollout; its decoding state is released."""
 
 
-Event = Decided | Dispatched | Retired | Emitted | Recorded | Ended | Harvested | WentIdle
+Event = Decided | Dispatched | Retired | Emitted | PromptsRecorded | Ended | Harvested | WentIdle
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class RolloutRecorder:
                     self.parts.setdefault(uid, []).append(event)
                     if event.finish != RUNNING:
                         self.finish(uid, event.finish)
-                case Recorded(prompts):
+                case PromptsRecorded(prompts):
                     self.prompts |= prompts
                 case Decided(decision):
                     self.decisions.append(decision)

@@ -51,7 +51,7 @@ class Decoder(NamedTuple):
 class Report:
     """The tokens that a round or a chunk emitted: the first counts[b] of row b.
 
-    `finish` is RUNNING, STOPPED, TRUNCATED or BROKEN. `record`: the target's of the token before each, see interface.Record.
+    `finish` is RUNNING, STOPPED, TRUNCATED or BROKEN. `record`: of the token before each, see interface.TokenRecord.
     """
 
     tokens: Int32[Array, "B R"]

@@ -122,7 +122,7 @@ class Context:
     ahead: NoiseAhead | None = None
 
 
-class Record(NamedTuple):
+class TokenRecord(NamedTuple):
     """Numbers that the target keeps of every token that it has processed: `width` of this dtype.
 
     `of`: (the scratch of `forward`, or a prefill) -> [B, N, width]
@@ -165,7 +165,7 @@ class Target(NamedTuple):
     choose: Callable | None = None
     # (scaled[*A, V], sampling) -> sampling.filter of the logits that `choose` chooses from
     filter: Callable | None = None
-    record: Record | None = None  # None: nothing is kept
+    record: TokenRecord | None = None  # None: nothing is kept
 
 
 class Drafter(NamedTuple):

@@ -27,6 +27,7 @@ from tlt_jax.models import (
     decoder_layer,
     drafter as drafters,
     lora,
+    moe,
     remat as remats,
     targets,
 )
@@ -51,7 +52,7 @@ RESIDENT = ("weights", "optimizer", "reference", "drafter", "drafter optimizer")
 ROLLOUT = (
     "rollout copy", "cache", "features", "states", "drafter copy", "drafter cache", "drafter in training",
 )  # fmt: skip
-UPDATE = ("gradients", "logits chunk", "drafter features")
+UPDATE = ("gradients", "logits chunk", "drafter features", "routing")
 KNOBS = {
     "weights": "mesh.data or mesh.model (more devices)",
     "optimizer": "mesh.data (the moments are sharded over it), or model.lora.rank (adapters have few)",
@@ -66,6 +67,7 @@ KNOBS = {
     "drafter in training": "mesh.model (every data group trains a copy, sharded over it)",
     "drafter optimizer": "mesh.data (the moments are sharded over it)",
     "drafter features": "train.rows or train.row_tokens, or drafter_training.share 0 (then only idle groups train the drafter)",
+    "routing": "rollout.max_new_tokens, or algorithm.router_replay never",
     "gradients": "mesh.data (their sums are sharded over it), or model.lora.rank (adapters have few)",
     "logits chunk": "mesh.model (the vocabulary is sharded over it)",
     "temporaries": "train.rows or model.remat full in the update; rollout.slots "
@@ -125,6 +127,12 @@ def learning(config: Config, recipe: Recipe, drafter: DrafterConfig | None) -> d
         "gradients": device_bytes(state.params) * 4 // jnp.dtype(config.model.param_dtype).itemsize,
         "logits chunk": targets.chunk_length(tokens, recipe.logits_chunk) * vocab * 4,
     }
+    if validate.replays(
+        config.algorithm, recipe.compute_dtype, model
+    ):  # of all answers at their longest
+        sequences = -(-config.rollout.prompts * config.rollout.samples // mesh.shape["data"])
+        width, dtype = moe.record_shape(model)
+        kinds["routing"] = sequences * packing.longest(config) * width * dtype.itemsize
     if config.algorithm.kl_coef and not recipe.lora:  # else the base is the reference
         kinds["reference"] = kinds["weights"]
     if drafter:
@@ -336,13 +344,17 @@ def layer_bytes(recipe: Recipe, rows: int, tokens: int) -> dict[str, int]:
     """Bytes that a layer keeps on one device beside its input and weights, by level, for so many packed rows."""
     parts = recipe.mesh.shape["model"]
     # The layer with most, and keys and values of its own.
-    model = max(recipe.model.groups, key=lambda kind: (kind.has_kv, kind.head_dim, kind.mlp_dim))
+    model = max(
+        recipe.model.groups,
+        key=lambda kind: (kind.has_kv, kind.num_experts, kind.head_dim, kind.mlp_dim),
+    )
     heads = max(1, model.num_kv_heads // parts)
     part = replace(
         model,
         num_heads=model.num_heads // parts,
         num_kv_heads=heads,
         mlp_dim=max(kind.mlp_dim for kind in recipe.model.groups) // parts,
+        expert_dim=model.expert_dim // parts,
     )
     # The first device alone, on which attention has the same form. Only shapes are computed.
     mesh = Mesh(

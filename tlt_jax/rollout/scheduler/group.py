@@ -27,7 +27,7 @@ from tlt_jax.rollout.recorder import (
     Ended,
     Event,
     Harvested,
-    Recorded,
+    PromptsRecorded,
     Retired,
     WentIdle,
 )
@@ -123,7 +123,7 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
             rows = {
                 prompt: record[row, : lengths[prompt] - 1] for prompt, row in flight.prompts.items()
             }
-            events.append(Recorded(rows))
+            events.append(PromptsRecorded(rows))
         return state, events
 
     report = context.programs.read(flight.report)
