@@ -31,8 +31,13 @@ QWEN2_WORDS = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SMALLEST_VOCAB = 256 + 3  # bytes and special tokens
-# Of types whose layers differ: sizes at which two layers have both kinds.
+# Of types whose layers differ: sizes at which two layers have both kinds. Of mixtures: few experts.
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
 LIKE = {
+    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    "qwen2_moe": {**EXPERTS, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+    "olmoe": EXPERTS,
+    "mixtral": {"num_local_experts": 4},
     "mistral": {"sliding_window": 32},
     "smollm3": {"no_rope_layer_interval": 2},
     "granite": {

@@ -14,8 +14,10 @@ from functools import cache, partial
 import identity
 import jax
 import jax.numpy as jnp
+import model_cases
 import numpy as np
 import pytest
+import references
 import tiny_engine as tiny
 
 from tlt_jax.config.schema import Speculation
@@ -32,12 +34,15 @@ from tlt_jax.models import (
     architecture,
     decoder_layer,
     drafter as drafters,
+    hf,
+    hf_config,
     params as trees,
     transformer,
 )
 from tlt_jax.models.architecture import ModelConfig, Rope
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout.engine import Engine
+from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.interface import Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 from tlt_jax.tuner import interface
@@ -276,6 +281,45 @@ def test_they_do_with_experts_which_are_recorded(x64, policy, drafter, strategie
         where = jnp.arange(text.shape[1])[None], jnp.ones_like(text)
         found = ids_of(params, policy, text, *where)
         np.testing.assert_array_equal(np.sort(one.record.reshape(found.shape)), np.sort(found))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("case", ["qwen3_moe", "qwen2_moe"])
+def test_tokens_of_experts_are_those_that_transformers_logits_choose(case, tmp_path, x64):
+    """Greedy and sampled, token by token, each from transformers' logits of the whole prefix in float64."""
+    import make_goldens
+    import torch
+
+    folder = model_cases.write(case, tmp_path / case)
+    policy, theirs = hf_config.read_config(folder), make_goldens.reference(folder)
+    settings = {
+        "policy": policy,
+        "slots": 5,
+        "chunk": 3,
+        "batch_buckets": [5],
+        "cache_buckets": [32],
+    }
+    engine, _ = speculating("ngram", ["2_1_3"], **settings)
+    weights = engine.publish(hf.load(folder, policy, engine.mesh, "float64"))
+
+    def logits_of(prefix: list[int]) -> np.ndarray:
+        with make_goldens.all_float64(), torch.no_grad():
+            return theirs(torch.tensor([prefix])).logits[0, -1].numpy()
+
+    for setting in (tiny.GREEDY, tiny.NUCLEUS):
+        shape = tiny.PROMPTS, tiny.SAMPLES, setting, tiny.LIMIT
+        result = tiny.roll_out(engine, weights, *shape, stream=TRAIN_STREAM, step=0)
+        keys = sequence_keys(0, TRAIN_STREAM, 0, np.arange(len(tiny.PROMPTS) * tiny.SAMPLES))
+        for one, key in zip(result.completions, jnp.asarray(keys), strict=True):
+            drawn = [
+                noise.gumbel(key[None], jnp.int32([[t]]), policy.vocab_size, jnp.float64)[0, 0]
+                for t in range(32)
+            ]
+            ends = tiny.STOPS, tiny.LIMIT
+            found = references.decode(
+                logits_of, lambda t, drawn=drawn: drawn[t], tiny.PROMPTS[one.prompt], setting, policy.eos_ids, *ends
+            )  # fmt: skip
+            assert (one.tokens.tolist(), one.finish) == (found[0], found[2])
 
 
 def ids_of(params, policy: ModelConfig, tokens, positions, segments) -> np.ndarray:
