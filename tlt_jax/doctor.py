@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,6 +168,7 @@ def of_kernels(devices: list[Any]) -> Iterator[Fact]:
     for sizes in (SIZES, LARGE):
         policy = hf_config.new_config(sizes, 2048 if sizes is SIZES else 1 << 17, ())
         drafter = drafters.for_policy(policy, "eagle3")
+        policy = replace(policy, num_experts=8, experts_per_token=2, expert_dim=policy.mlp_dim)
         shapes = kernel_check.Shapes(policy, drafter, NODES, "bfloat16")
         wrong = kernel_check.problems(shapes, fused=fused) | wrong
     for name in sorted(fused.on):

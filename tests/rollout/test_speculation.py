@@ -273,7 +273,7 @@ def test_they_do_with_experts_which_are_recorded(x64, policy, drafter, strategie
     for setting in (tiny.NUCLEUS, tiny.GREEDY):
         accepted(engine, weights, setting, policy)
     shape = tiny.PROMPTS, tiny.SAMPLES, tiny.NUCLEUS, tiny.LIMIT
-    result = tiny.roll_out(engine, weights, *shape, stream=TRAIN_STREAM, step=0)
+    result = tiny.roll_out(engine, weights, *shape, stream=TRAIN_STREAM, step=0, records=True)
     params = architecture.init(policy, make_mesh(1, 1), jax.random.key(0), "float64")
 
     for one in result.completions:

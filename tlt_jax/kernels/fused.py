@@ -37,6 +37,7 @@ ATTENTION, CACHE_ROWS, FILTER = "tree_attention", "cache_rows", "token_filter"
 HEADS, ADDED, GATED = "projections.heads", "projections.added", "projections.gated"
 PART_HEADS, PART_ADDED = "product_parts.heads", "product_parts.added"
 EXPERTS, FEW_EXPERTS = "experts", "experts.few"
+OF_EXPERTS = frozenset((EXPERTS, FEW_EXPERTS))
 # The kernels, each with what XLA's operations cost in its place.
 COSTS = {
     ATTENTION: "about 6 more launches a layer, which store the scores of all slots",

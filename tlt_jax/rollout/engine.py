@@ -184,7 +184,7 @@ class Engine(EngineBase):
 
     `use_learned` decides whether the learned drafter is used; `tuner` holds the functions of the tuner, whose state a rollout
     is given and returns. With `captures_states` the programs keep the policy's normed last hidden states next to the
-    features, for harvesters; with `records` completions have the experts of their tokens. `lora`: the adapters of the policies
+    features, for harvesters; with `records` completions have the experts of their tokens where a request asks for them. `lora`: the adapters of the policies
     that are published. Each process of a `job` has an engine for its `local_groups`; all of them call `publish` and `run`
     together. Ascending `batch_buckets` and `cache_buckets`: see EngineBase. Losing an engine costs compilations and speed.
     Raises ConfigError when a data group lies on several processes, and for sequences that are too long for n-grams.
@@ -310,13 +310,15 @@ class Engine(EngineBase):
         step: int,
         eos_ids: Sequence[int] | None = None,
         rollouts_left: float = 0,
+        records: bool = False,
     ) -> RolloutRequest:
         """`samples` answers to each prompt int32[P]; `max_new_tokens` may differ by prompt.
 
         The tokens of its rollout are a function of (weights, prompt, sampling, train.seed, stream,
         step, uid), where uid = position of the prompt * samples + sample. EOS defaults to that of
         the model. `rollouts_left`: how many like it the run decodes after it, for which programs
-        may pay. Raises ConfigError for prompts that cannot be decoded.
+        may pay. `records`: completions have the record of their tokens, of an engine that makes one. Raises ConfigError for
+        prompts that cannot be decoded.
         """
         tokens = tuple(np.asarray(prompt, np.int32) for prompt in prompts)
         model = self.model_config
@@ -337,6 +339,7 @@ class Engine(EngineBase):
             in_flight=IN_FLIGHT,
             capacity=min(self.capacity, self.share(len(tokens), samples)),
             rollouts_left=rollouts_left,
+            records=records and self.records,
         )
 
 

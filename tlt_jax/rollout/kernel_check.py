@@ -27,7 +27,7 @@ from tlt_jax.models import (
     eagle,
     kv_cache,
 )
-from tlt_jax.models.architecture import ModelConfig
+from tlt_jax.models.architecture import EXPERTS, ModelConfig
 from tlt_jax.models.drafter import DrafterConfig, DrafterParams
 from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.models.low_rank import Lora
@@ -57,8 +57,12 @@ class Shapes:
 
     @property
     def layers(self) -> list[ModelConfig]:
-        """The sizes of a layer of the policy, and of the drafter."""
-        own = [kind for kind in self.policy.groups if kind.has_kv]
+        """The sizes of a layer of the policy, and of the drafter; without experts, which rounding might choose otherwise."""
+        own = [
+            replace(kind, **dict.fromkeys(EXPERTS, 0), mlp_dim=kind.mlp_dim or kind.expert_dim)
+            for kind in self.policy.groups
+            if kind.has_kv
+        ]
         return own if self.drafter is None else [*own, self.drafter.layers]
 
 
@@ -113,7 +117,8 @@ def line(name: str, why: str) -> str:
 
 def problems(shapes: Shapes, *, fused: Fused) -> dict[str, str]:
     """Why each kernel that is not right is not, of those that are on, on random numbers in layers of these shapes."""
-    names = sorted(fused.on)
+    names = fused.on if shapes.policy.num_experts else fused.on - kernels.OF_EXPERTS
+    names = sorted(names)
     try:
         found = errors(shapes, fused, names)
     except Exception:  # a compiler may raise anything; each kernel alone tells which one it is

@@ -23,7 +23,7 @@ class RolloutRequest:
     prompts: int32[P] each, with at least one token. max_new_tokens: limit of the answer to each prompt.
     keys: uint32[prompts * samples, 2], the key of each sequence's noise. rounds: most rounds of a
     chunk. in_flight: chunks that a group may have queued. capacity: most sequences of a group. rollouts_left:
-    similar rollouts that the run still decodes after this one.
+    similar rollouts that the run still decodes after this one. records: answers keep the target's record of their tokens.
     """
 
     prompts: tuple[np.ndarray, ...]
@@ -35,6 +35,7 @@ class RolloutRequest:
     in_flight: int
     capacity: int
     rollouts_left: float = 0
+    records: bool = False
 
 
 def check(

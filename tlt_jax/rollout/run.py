@@ -90,7 +90,7 @@ class RolloutRun:
             GroupContext(
                 index, engine.programs, weights[index], request, *parts[index], needs(engine),
                 engine.programs.shapes[0].drafter.reads_history, harvesters[index] if harvesters else None,
-                engine.cost_table is not None, engine.records,
+                engine.cost_table is not None,
             )
             for index in engine.local_groups
         ]  # fmt: skip

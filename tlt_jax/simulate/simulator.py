@@ -212,7 +212,7 @@ class SimulatedPrograms:
         self.ran.add(program)
         return True
 
-    def read(self, report: Pending) -> Report:
+    def read(self, report: Pending, records: bool = False) -> Report:
         return report.report
 
     def next_ready(self) -> tuple[float, set[int]]:

@@ -77,6 +77,7 @@ class TrainingRun(Setup):
             stream=TRAIN_STREAM,
             step=step,
             rollouts_left=self.steps - step - 1,
+            records=True,
         )
 
 

@@ -370,9 +370,9 @@ class Executables:
             )
         return {"pool_programs": len(drafting), "pool_bytes": max(sizes)}
 
-    def read(self, report: Report) -> Report:
-        """The report of a finished chunk, as NumPy arrays."""
-        return jax.device_get(report)
+    def read(self, report: Report, records: bool = False) -> Report:
+        """The report of a finished chunk, as NumPy arrays; without its record unless that is wanted."""
+        return jax.device_get(report if records else report.replace(record=None))
 
 
 def sizes_of(shapes: GroupShapes) -> str:

@@ -117,7 +117,7 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
         if flight.values is not None:
             windows = tuple((window.uid, window.start) for window in flight.windows)
             events.append(Harvested(windows, flight.values, flight.marker))
-        if context.records and flight.prompts:
+        if context.request.records and flight.prompts:
             record, lengths = np.asarray(flight.marker), map(len, context.request.prompts)
             lengths = dict(enumerate(lengths))
             rows = {
@@ -126,7 +126,7 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
             events.append(PromptsRecorded(rows))
         return state, events
 
-    report = context.programs.read(flight.report)
+    report = context.programs.read(flight.report, context.request.records)
     tokens, rounds = int(report.counts.sum()), int(report.rounds)
     is_first = rounds > 0 and context.programs.is_first_run(flight.program)
     is_untimed = is_first or flight.compiling_alongside or context.programs.compiling_alongside

@@ -87,7 +87,7 @@ class GroupContext:
 
     `needs`: needs of the drafters, by their names in strategies; `reads_history`: whether any drafter reads the history.
     Without a `harvester` nothing is copied out of the decoding state. `is_in_order`: programs are read in a fixed order,
-    so that the inputs of each decision depend on no clock. `records`: the target keeps a record, see interface.TokenRecord.
+    so that the inputs of each decision depend on no clock.
     """
 
     index: int
@@ -100,7 +100,6 @@ class GroupContext:
     reads_history: bool = False
     harvester: Harvester | None = None
     is_in_order: bool = False
-    records: bool = False
 
 
 class Running(NamedTuple):
