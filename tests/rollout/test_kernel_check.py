@@ -33,11 +33,11 @@ SMALL = {
 }
 POLICY = ModelConfig(num_heads=3, num_kv_heads=1, head_dim=32, qkv_bias=True, **SMALL)
 NORMED = ModelConfig(num_heads=4, num_kv_heads=2, head_dim=16, qk_norm="head", **SMALL)
-SPARSE = replace(NORMED, num_experts=4, experts_per_token=2, expert_dim=16)
+SPARSE = replace(POLICY, num_experts=4, experts_per_token=2, expert_dim=16)
 # In float32: XLA's CPU back end has not all products of bfloat16.
 RUNS = [
-    Shapes(POLICY, drafters.for_policy(POLICY, "eagle3"), 3, "float32"),
-    Shapes(SPARSE, drafters.for_policy(SPARSE, "dspark"), 8, "float32", Lora(4, 8.0, ("q_proj", "up_proj"))),
+    Shapes(SPARSE, drafters.for_policy(SPARSE, "eagle3"), 3, "float32"),
+    Shapes(NORMED, drafters.for_policy(NORMED, "dspark"), 8, "float32", Lora(4, 8.0, ("q_proj", "up_proj"))),
 ]  # fmt: skip
 # A kernel, its file, a part of its code, and a mistake in its place.
 MISTAKES = [

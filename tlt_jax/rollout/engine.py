@@ -184,9 +184,10 @@ class Engine(EngineBase):
 
     `use_learned` decides whether the learned drafter is used; `tuner` holds the functions of the tuner, whose state a rollout
     is given and returns. With `captures_states` the programs keep the policy's normed last hidden states next to the
-    features, for harvesters; with `records` completions have the experts of their tokens where a request asks for them. `lora`: the adapters of the policies
-    that are published. Each process of a `job` has an engine for its `local_groups`; all of them call `publish` and `run`
-    together. Ascending `batch_buckets` and `cache_buckets`: see EngineBase. Losing an engine costs compilations and speed.
+    features, for harvesters; with `records` completions have the experts of their tokens where a request asks for them.
+    `lora`: the adapters of the policies that are published. Each process of a `job` has an engine for its `local_groups`; all
+    of them call `publish` and `run` together. Ascending `batch_buckets` and `cache_buckets`: see EngineBase. Losing an engine
+    costs compilations and speed.
     Raises ConfigError when a data group lies on several processes, and for sequences that are too long for n-grams.
     """
 

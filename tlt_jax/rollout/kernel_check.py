@@ -56,13 +56,14 @@ class Shapes:
     lora: Lora | None = None
 
     @property
+    def dense(self) -> ModelConfig:
+        """The policy without experts, which rounding might choose otherwise."""
+        return replace(self.policy, **dict.fromkeys(EXPERTS, 0), dense_layers=())
+
+    @property
     def layers(self) -> list[ModelConfig]:
-        """The sizes of a layer of the policy, and of the drafter; without experts, which rounding might choose otherwise."""
-        own = [
-            replace(kind, **dict.fromkeys(EXPERTS, 0), mlp_dim=kind.mlp_dim or kind.expert_dim)
-            for kind in self.policy.groups
-            if kind.has_kv
-        ]
+        """The sizes of a layer of the policy, and of the drafter."""
+        own = [kind for kind in self.dense.groups if kind.has_kv]
         return own if self.drafter is None else [*own, self.drafter.layers]
 
 
@@ -302,12 +303,9 @@ def drawn_layers(shapes: Shapes, fused: Fused, seed: Array) -> list[Any]:
         return jax.lax.with_sharding_constraint(array.astype(leaf.dtype), leaf.sharding)
 
     given = shapes.dtype, shapes.lora
-    policy = architecture.abstract(shapes.policy, fused.mesh, "rollout", *given)
-    first = {
-        kind: layer
-        for kind, layer in zip(shapes.policy.kinds[::-1], policy.layers[::-1], strict=True)
-    }
-    layers: list[Any] = [first[kind] for kind in shapes.policy.groups if kind.has_kv]
+    policy = architecture.abstract(shapes.dense, fused.mesh, "rollout", *given)
+    first = dict(zip(shapes.dense.kinds[::-1], policy.layers[::-1], strict=True))
+    layers: list[Any] = [first[kind] for kind in shapes.dense.groups if kind.has_kv]
     if shapes.drafter is not None:
         params = drafters.abstract(shapes.drafter, fused.mesh, "rollout", shapes.dtype)
         layers.append(params.layers[0] if shapes.drafter.is_block else params)
