@@ -7,7 +7,9 @@ import re
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from kernels import triton_runs
 from kernels.test_projections import MOST_SHARED
 
@@ -82,6 +84,33 @@ def test_training_fits_and_multiplies_no_token_by_all_experts(topology, data, mo
     assert most_of_a_product(hlo) <= F * D
     moved = {name.split(" over ")[0] for name in collectives(hlo, mesh)}
     assert ("all-gather" in moved) == (data > 1) and ("all-reduce" in moved) == (model > 1)
+
+
+@pytest.mark.gpu
+def test_gradients_of_layers_are_added_where_they_lie():
+    """No form of the whole sums is made: temporaries are smaller than these."""
+    mesh = make_mesh(2, 2, describe("h200:4").devices)
+    x, ids, gates, *weights = arrays(mesh, "train", T)
+
+    def stacked(one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        place = NamedSharding(mesh, PartitionSpec(None, *one.sharding.spec))
+        return jax.ShapeDtypeStruct((3, *one.shape), "float32", sharding=place)
+
+    def accumulate(sums, weights, x, ids, gates):
+        @jax.checkpoint
+        def layer(y, weights):
+            own = jax.tree.map(lambda one: one.astype(y.dtype), weights)
+            return y + experts.mix(y, ids, gates, *own, jax.nn.silu, mesh), None
+
+        value, backward = jax.vjp(lambda weights: jax.lax.scan(layer, x, weights)[0].sum(), weights)
+        references = jax.tree.map(jax.new_ref, sums)
+        backward.with_refs(references)(jnp.ones_like(value))
+        return jax.tree.map(jax.freeze, references)
+
+    layers = jax.tree.map(stacked, weights)
+    run = jax.jit(accumulate, donate_argnums=0).lower(layers, layers, x, ids, gates)
+    memory = run.compile().memory_analysis()
+    assert memory.temp_size_in_bytes < memory.alias_size_in_bytes
 
 
 @pytest.mark.parametrize("tokens", [1, 64])

@@ -34,7 +34,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32
 
@@ -121,17 +121,28 @@ def mix(
     weights, rows = [partition(one, layout) for one in axes], partition(("batch",), layout)
 
     def shards(x: Array, ids: Array, gates: Array, *given: Array) -> Array:
-        whole = [
-            jax.lax.all_gather(one, "data", axis=spec.index("data"), tiled=True)
-            if "data" in spec
-            else one
-            for one, spec in zip(given, weights, strict=True)
-        ]
-        return jax.lax.psum(local(x, ids, gates, *whole), "model").astype(x.dtype)
+        whole = (gathered(one, spec, mesh) for one, spec in zip(given, weights, strict=True))
+        y = local(x, ids, gates, *whole)
+        return jax.lax.psum(y, "model").astype(x.dtype)
 
     return jax.shard_map(
         shards, mesh=mesh, in_specs=(rows, rows, rows, *weights), out_specs=rows, check_vma=False
     )(x, ids, gates, down, *matrices)  # fmt: skip
+
+
+def gathered(shard: Array, spec: PartitionSpec, mesh: Mesh) -> Array:
+    """All of an array over `data`, in a shard_map.
+
+    Other devices than TPUs gather shards along a new first axis, which collectives of GPUs take as it lies. Along another one
+    XLA would store gradients with that axis first, and copy the sums of all layers twice.
+    """
+    if "data" not in spec:
+        return shard
+    axis = spec.index("data")
+    if is_tpu(mesh):
+        return jax.lax.all_gather(shard, "data", axis=axis, tiled=True)
+    parts = jnp.moveaxis(jax.lax.all_gather(shard, "data"), 0, axis)
+    return parts.reshape(*shard.shape[:axis], -1, *shard.shape[axis + 1 :])
 
 
 def rule(
