@@ -24,6 +24,7 @@ from tlt_jax.plan.launches import collectives
 N, K, D, F = 128, 8, 2048, 768
 T, LAYERS = 4096, 48
 PLACES = [
+    ("cpu", 1, 1),
     pytest.param("h200:1", 1, 1, marks=pytest.mark.gpu),
     pytest.param("h200:4", 2, 2, marks=pytest.mark.gpu),
     pytest.param("v5p:2x2x1", 1, 1, marks=pytest.mark.tpu),
@@ -62,7 +63,7 @@ def most_of_a_product(hlo: str) -> int:
 @pytest.mark.parametrize(("topology", "data", "model"), PLACES)
 def test_training_fits_and_multiplies_no_token_by_all_experts(topology, data, model, has_slopes):
     """Temporaries are at most twice what is given, with all of the matrices of `data`, and returned."""
-    mesh = make_mesh(data, model, describe(topology).devices)
+    mesh = make_mesh(data, model, None if topology == "cpu" else describe(topology).devices)
     x, ids, *given = arrays(mesh, "train", T)
 
     def mix(ids, x, gates, matrices, down):
@@ -83,7 +84,10 @@ def test_training_fits_and_multiplies_no_token_by_all_experts(topology, data, mo
     assert memory.temp_size_in_bytes <= 2 * most
     assert most_of_a_product(hlo) <= F * D
     moved = {name.split(" over ")[0] for name in collectives(hlo, mesh)}
-    assert ("all-gather" in moved) == (data > 1) and ("all-reduce" in moved) == (model > 1)
+    assert ("all-gather" in moved) == (data > 1)
+    assert ("all-reduce" in moved) == (
+        model > 1
+    ) or topology == "cpu"  # which keeps those of one device
 
 
 @pytest.mark.gpu
@@ -136,12 +140,15 @@ def test_few_tokens_copy_no_matrix(topology, model, tokens):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 64, T])
-@pytest.mark.parametrize("model", [1, 8])
-def test_kernels_read_16_bytes_at_once_and_spill_nothing(tokens, model, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("model", "dtype"), [(1, "bfloat16"), (8, "bfloat16"), (1, "float32")])
+def test_kernels_read_16_bytes_at_once_and_spill_nothing(
+    tokens, model, dtype, monkeypatch, tmp_path
+):
     x, ids, gates, (gate, _), down = arrays(make_mesh(1, 1), "train", tokens)
+    x = x.update(dtype=dtype)
     wide = F // model
-    gate, down = (jax.ShapeDtypeStruct(one, "bfloat16") for one in ((N, wide, D), (N, D, wide)))
-    joined = jax.ShapeDtypeStruct((N, 2, wide, D), "bfloat16")
+    gate, down = (jax.ShapeDtypeStruct(one, dtype) for one in ((N, wide, D), (N, D, wide)))
+    joined = jax.ShapeDtypeStruct((N, 2, wide, D), dtype)
 
     def both(x, ids, gates, gate, down, joined):
         if tokens < T:
