@@ -115,8 +115,12 @@ def test_products_of_a_tpu_are_those_of_a_loop_over_tokens(case):
     close(found(mix, *arrays, slope), reference(*arrays, slope), case[5])
 
 
-@pytest.mark.parametrize(("data", "model"), [(2, 2), (1, 4), (4, 1)])
-def test_a_mesh_has_the_same_mix_and_gradients(data, model, x64):
+@pytest.mark.parametrize(
+    ("data", "model", "gathers_as_tpus"),
+    [(2, 2, False), (2, 2, True), (1, 4, False), (4, 1, False)],
+)
+def test_a_mesh_has_the_same_mix_and_gradients(data, model, gathers_as_tpus, monkeypatch, x64):
+    monkeypatch.setattr(experts, "is_tpu", lambda mesh: gathers_as_tpus)
     mesh = make_mesh(data, model)
     arrays = given(24, 6, 3, 16, 8, "float64")
     x, ids, gates, matrices, down = arrays

@@ -34,7 +34,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32
 
@@ -94,8 +94,8 @@ def mix(
     """The sum over a token's k experts of gates * down @ (activation(gate @ x) * (up @ x)).
 
     It is added in at least float32 and rounded once. `ids`: distinct for a token. `matrices`: those of gate and up, each
-    [N, F, D], or one of both, [N, 2, F, D]. The first axis of x lies over `data`. `mesh`: where it runs;
-    None: on the default device, by XLA. `fused`: the kernels of a data group; None: all that run on the mesh, but FEW.
+    [N, F, D], or one of both, [N, 2, F, D]. The first axis of x lies over `data`. `mesh`: where it runs; None: on the default
+    device, by XLA. `fused`: the kernels of a data group, which has no gradient; None: all that run on the mesh, but FEW.
     """
     mesh = mesh if fused is None else fused.mesh
     # Kept with the products: a choice that is made again may differ where two experts are nearly equal.
@@ -116,22 +116,33 @@ def mix(
     if mesh is None:
         return local(x, ids, gates, down, *matrices).astype(x.dtype)
 
-    wide = (None, None, "mlp", "embed")[-matrices[0].ndim + 1 :]
-    axes = [(None, "embed", "mlp"), *[(None, *wide)] * len(matrices)]
+    wide = *(None,) * (matrices[0].ndim - 2), "mlp", "embed"
+    axes = [(None, "embed", "mlp"), *[wide] * len(matrices)]
     weights, rows = [partition(one, layout) for one in axes], partition(("batch",), layout)
 
     def shards(x: Array, ids: Array, gates: Array, *given: Array) -> Array:
-        whole = [
-            jax.lax.all_gather(one, "data", axis=spec.index("data"), tiled=True)
-            if "data" in spec
-            else one
-            for one, spec in zip(given, weights, strict=True)
-        ]
-        return jax.lax.psum(local(x, ids, gates, *whole), "model").astype(x.dtype)
+        whole = (gathered(one, spec, mesh) for one, spec in zip(given, weights, strict=True))
+        y = local(x, ids, gates, *whole)
+        return (jax.lax.psum(y, "model") if mesh.shape["model"] > 1 else y).astype(x.dtype)
 
     return jax.shard_map(
         shards, mesh=mesh, in_specs=(rows, rows, rows, *weights), out_specs=rows, check_vma=False
     )(x, ids, gates, down, *matrices)  # fmt: skip
+
+
+def gathered(shard: Array, spec: PartitionSpec, mesh: Mesh) -> Array:
+    """All of an array over `data`, in a shard_map.
+
+    Other devices than TPUs gather shards along a new first axis, which collectives of GPUs take as it lies. Along another one
+    XLA would store gradients with that axis first, and copy the sums of all layers twice.
+    """
+    if "data" not in spec or mesh.shape["data"] == 1:
+        return shard
+    axis = spec.index("data")
+    if is_tpu(mesh):
+        return jax.lax.all_gather(shard, "data", axis=axis, tiled=True)
+    parts = jnp.moveaxis(jax.lax.all_gather(shard, "data"), 0, axis)
+    return parts.reshape(*shard.shape[:axis], -1, *shard.shape[axis + 1 :])
 
 
 def rule(
@@ -139,9 +150,9 @@ def rule(
 ) -> Form:
     """The form for so many pairs of tokens and experts on a device: the first rule that holds.
 
-    Other dtypes than bfloat16 and float32 run as LOOP. MEGABLOX on TPUs; FEW and TILES, with the kernels of a GPU, FEW for up
-    to expert_tiles.MOST_PAIRS pairs where it can run; LOOP elsewhere.
-    A block has about the rows of an expert. One row at a time LOOP reads matrices where they lie, and else copies them.
+    LOOP in other dtypes than bfloat16 and float32; MEGABLOX on TPUs; with the kernels of a GPU FEW, up to
+    expert_tiles.MOST_PAIRS pairs and where it can run, with joined matrices, silu and a data group; else TILES; LOOP elsewhere.
+    A block has about the rows of an expert. LOOP reads matrices where they lie for one row at a time, and copies them for more.
     """
     mean = pairs / experts
     block = min(MOST, max(FEWEST, power(round(mean))))
@@ -211,7 +222,7 @@ def blocks(groups: Groups, block: int, pairs: int) -> tuple[Array, Array, Array,
     return expert, first, groups.ends[expert], last[-1]
 
 
-@partial(jax.custom_vjp)
+@jax.custom_vjp
 def spread(
     x: Float[Array, "S W"], source: Int32[Array, " R"], places: Int32[Array, "S j"]
 ) -> Float[Array, "R W"]:
@@ -219,7 +230,7 @@ def spread(
     return x[source]
 
 
-@partial(jax.custom_vjp)
+@jax.custom_vjp
 def collect(
     rows: Float[Array, "R W"], source: Int32[Array, " R"], places: Int32[Array, "S j"]
 ) -> Float[Array, "S W"]:
@@ -303,11 +314,28 @@ def multiplied(
 
     def step(i: Array, y: Array) -> Array:
         own = jax.lax.dynamic_slice_in_dim(rows, first[i], form.block)
-        its = matrix[expert[i]]
+        its = picked(matrix, expert[i])
         one = contract("ri,io->ro", own, its if is_transposed else its.T)
-        return jax.lax.dynamic_update_slice_in_dim(y, one.astype(dtype), first[i], 0)
+        return jax.lax.dynamic_update_slice_in_dim(y, one, first[i], 0)
 
-    return jax.lax.fori_loop(0, used, step, jnp.zeros((len(rows), out), dtype))
+    y = jnp.zeros((len(rows), out), widen(rows.dtype))
+    return jax.lax.fori_loop(0, used, step, y).astype(dtype)
+
+
+def picked(matrix: Float[Array, "N Out In"], expert: Int32[Array, ""]) -> Float[Array, "Out In"]:
+    """The matrix of an expert.
+
+    A CPU picks one of 16-bit floats in a branch, or XLA of JAX 0.10 would widen all of them first: with 8 of 64 experts
+    of 256 x 512 a call takes 7 ms in place of 28. With JAX 0.12 it costs up to 1.6 times as much.
+    """
+
+    def by_branch(matrix: Array, expert: Array) -> Array:
+        none = jnp.zeros(matrix.shape[1:], matrix.dtype)
+        return jax.lax.cond(expert >= 0, lambda: matrix[expert], lambda: none)
+
+    if matrix.dtype.itemsize > 2:
+        return matrix[expert]
+    return jax.lax.platform_dependent(matrix, expert, cpu=by_branch, default=lambda a, e: a[e])
 
 
 def slopes(
@@ -336,13 +364,11 @@ def slopes(
                 jax.lax.dynamic_slice_in_dim(one, first, form.block) for one in (slope, rows)
             )
             is_own = first + jnp.arange(form.block)[:, None] < end
-            return total + contract(
-                "ro,ri->oi", jnp.where(is_own, own, 0), jnp.where(is_own, other, 0)
-            )
+            return total + contract("ro,ri->oi", jnp.where(is_own, own, 0), other)
 
         zeros = jnp.zeros((slope.shape[1], rows.shape[1]), widen(rows.dtype))
         used = -(-(end - begin) // form.block)
-        return jax.lax.fori_loop(0, used, step, zeros).astype(rows.dtype)
+        return jax.lax.fori_loop(0, used, step, zeros)
 
     return jax.lax.map(one, (groups.begins, groups.ends))
 

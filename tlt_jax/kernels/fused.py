@@ -48,8 +48,8 @@ COSTS = {
     GATED: "about 2 more launches a layer",
     PART_HEADS: "1 to 4 more launches a layer",
     PART_ADDED: "2 more launches a layer",
-    EXPERTS: "a loop over the experts of a layer, which the host drives",
-    FEW_EXPERTS: "about 10 more launches a layer, which sort its tokens",
+    EXPERTS: "loops over the experts of a layer, which the host drives",
+    FEW_EXPERTS: "11 more launches a layer, which sort its tokens",
 }
 # A kernel saves one or two others, of about 3.8 us each on an H200 (2026-11-26). XLA's products read a large matrix at 0.86 of
 # the speed of a copy, and ours are not measured: they take matrices whose reading costs no more than two kernels, 24 MiB (7 us
