@@ -79,6 +79,15 @@ def layers(*case: Any, fused: Fused) -> list[list[np.ndarray]]:
     return node_layers.both(*case, fused)
 
 
+def mixes(*arrays: Any, fused: Fused) -> Any:
+    """A mix of experts by the kernels of few tokens, and by those of sorted rows with its gradients."""
+    from kernels import expert_mixes
+
+    x, ids, gates, matrices, down, _ = arrays
+    few = expert_mixes.mixed(x, ids, gates, (np.stack(matrices, 1),), down, fused=fused)
+    return jax.device_get((few, expert_mixes.tiled(*arrays, block=16, fused=fused)))
+
+
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[1]))
     name, cases = pickle.load(sys.stdin.buffer)

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 from kernels import triton_runs
 from kernels.expert_mixes import found
+from kernels.on_device import on_device
 from kernels.triton_runs import FUSED
 
 from tlt_jax.distributed.mesh import make_mesh, partition
@@ -271,3 +272,13 @@ def test_bits_of_a_token_do_not_depend_on_the_others_of_few():
     one, other = triton_runs.interpreted("expert_mixes:mixed", calls)
     assert one[7].tobytes() == other[7].tobytes()
     assert one[6].tobytes() != other[6].tobytes()
+
+
+@pytest.mark.device
+def test_kernels_are_those_of_the_reference_on_a_device():
+    cases = [(40, 32, 4, 256, 128, dtype) for dtype in ("bfloat16", "float32")]
+    arrays = [(*(one := given(*case)), slope_of(one)) for case in cases]
+    for case, one, (few, tiled) in zip(cases, arrays, on_device("mixes", arrays), strict=True):
+        y, slopes = reference(*one)
+        close(few, y, case[-1])
+        close(tiled, (y, slopes), case[-1])

@@ -10,7 +10,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from tlt_jax.models import layers as ops
+from tlt_jax.models import layers as ops, remat as remats
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.shapes import shaped
 
@@ -81,6 +81,9 @@ def route(
     own = ids = jax.lax.top_k(jax.lax.stop_gradient(probabilities), config.experts_per_token)[1]
     if replayed is not None:
         ids = jnp.where(replayed < N, replayed.astype(own.dtype), own)
+    ids = remats.named(
+        ids, remats.MLP
+    )  # a second choice may differ where two experts are nearly equal
     is_chosen = ids[..., None] == jnp.arange(N)
     gates = jnp.where(is_chosen, probabilities[..., None, :], 0).sum(-1)
     if config.normed_gates:
