@@ -29,6 +29,7 @@ from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.models.drafter import DrafterConfig, DrafterParams
 from tlt_jax.models.low_rank import Lora
 from tlt_jax.rollout import bindings, exchange, kernel_check, ngram_memory
+from tlt_jax.rollout.dialogue import Partner
 from tlt_jax.rollout.executables.background import Early
 from tlt_jax.rollout.executables.compilation import Executables, log_compile
 from tlt_jax.rollout.executables.disk_cache import use_compile_cache
@@ -121,12 +122,18 @@ class EngineBase:
         return -(-prompts // self.group_count) * samples
 
     def cache_buckets(
-        self, prompts: Sequence[np.ndarray], max_new_tokens: int | Sequence[int]
+        self,
+        prompts: Sequence[np.ndarray],
+        max_new_tokens: int | Sequence[int],
+        may_go_on: bool = False,
     ) -> list[int]:
-        """Cache lengths to compile: those of the engine, and what these prompts need beyond it."""
+        """Cache lengths to compile: those of the engine, and what these prompts need beyond it.
+
+        `may_go_on`: sequences of any length are prefilled too.
+        """
         lengths = np.asarray([len(prompt) for prompt in prompts])
-        limit = int(np.max(max_new_tokens))
-        need = max(int(np.max(lengths + max_new_tokens)), bucket_width(int(lengths.max())))
+        limit, longest = int(np.max(max_new_tokens)), int(np.max(lengths + max_new_tokens))
+        need = max(longest, bucket_width(longest if may_go_on else int(lengths.max())))
         usual = self.config.data.max_prompt_tokens
         usual = max(usual + max(limit, self.config.rollout.max_new_tokens), bucket_width(usual))
         buckets = self.caches or doubling(FIRST_CACHE_BUCKET, usual)
@@ -160,6 +167,8 @@ class EngineBase:
         least_idle: float = 0.0,
         wanted: Callable[[Sequence[Completion]], set[int]] = exchange.everything,
         selection: Selection | None = None,
+        partner: Partner | None = None,
+        turn_tokens: int = 0,
     ) -> tuple[RolloutResult, TunerState]:
         """The result of a rollout, the same in all processes, and the tuner's state after it (None: an initial one before).
 
@@ -170,9 +179,17 @@ class EngineBase:
         returns the uids whose tokens this process needs of answers that other processes decode; it gets zeros for the
         others. Raises Interrupted in all processes soon after `interrupted()` is true in one; what the tuner learned in
         this rollout is then lost. With a `selection` (in all processes) the result has the answers to the chosen prompts
-        alone, `on_finish` gets those that may be chosen, and the rollout ends as soon as the choice is known.
+        alone, `on_finish` gets those that may be chosen, and the rollout ends as soon as the choice is known. A `partner`
+        replies to the turns of the local groups' sequences, each of at most `turn_tokens` tokens (0: any number), see
+        Dialogue; nothing is harvested then. Raises ConfigError for one in a deterministic rollout, since what is decoded
+        together depends on when replies come.
         """
-        run = RolloutRun(self, next(self.rollouts), request, weights, tuner, harvesters, selection)
+        if partner and self.cost_table:
+            raise ConfigError(
+                "rollout.deterministic with an environment: what is decoded together depends on when it replies: set it false"
+            )
+        given = request, weights, tuner, harvesters, selection, partner, turn_tokens
+        run = RolloutRun(self, next(self.rollouts), *given)
         result = run.decode(listeners, on_finish, interrupted, idle_work, least_idle)
         result = run.exchanged(result, wanted)
         self.lengths = [len(one.tokens) for one in result.completions]

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import numpy as np
 
-from tlt_jax.spec_decode.decode_state import BROKEN, RUNNING, STOPPED, TRUNCATED, Features
+from tlt_jax.spec_decode.decode_state import (
+    BROKEN,
+    RUNNING,
+    STOPPED,
+    TRUNCATED,
+    TURN,
+    Features,
+)
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.spec_decode.verify import BINS, Stats
 from tlt_jax.tuner import cost_model
@@ -111,9 +118,19 @@ class Emitted(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptsRecorded:
-    """The target's record of all tokens of these prompts but the last, see interface.TokenRecord."""
+    """The target's record of all tokens of these prompts but the last, see interface.TokenRecord.
+
+    Key ~uid: of a sequence with its turns and replies so far.
+    """
 
     prompts: dict[int, np.ndarray]
+
+
+class Replied(NamedTuple):
+    """A reply to a turn of the policy, which is appended to its sequence; None: the sequence has ended."""
+
+    uid: int
+    tokens: np.ndarray | None
 
 
 @dataclass(frozen=True)
@@ -147,7 +164,17 @@ class WentIdle:
     """The group has finished its part of the rollout; its decoding state is released."""
 
 
-Event = Decided | Dispatched | Retired | Emitted | PromptsRecorded | Ended | Harvested | WentIdle
+Event = (
+    Decided
+    | Dispatched
+    | Retired
+    | Emitted
+    | Replied
+    | PromptsRecorded
+    | Ended
+    | Harvested
+    | WentIdle
+)
 
 
 @dataclass(frozen=True)
@@ -172,7 +199,8 @@ class Completion:
     """An answer: its tokens (with the EOS or stop sequence), their log-probs, and its finish reason, one of FINISH.
 
     `accepted`: how many of the tokens a drafter had proposed. `record`: the policy's of prompt and answer without the last
-    token, such as the experts of each; None: it keeps none.
+    token, such as the experts of each; None: it keeps none. `replies`: first and end of what others wrote among the tokens,
+    whose log-probs are 0.
     """
 
     uid: int
@@ -183,6 +211,15 @@ class Completion:
     finish: str
     accepted: int = 0
     record: np.ndarray | None = None
+    replies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def own(self) -> np.ndarray:
+        """bool[tokens]: which the policy chose."""
+        found = np.ones(len(self.tokens), bool)
+        for first, end in self.replies:
+            found[first:end] = False
+        return found
 
 
 @dataclass(frozen=True)
@@ -238,6 +275,10 @@ class RolloutRecorder:
     parts: dict[int, list[Emitted]] = field(default_factory=dict)
     completions: dict[int, Completion] = field(default_factory=dict)
     prompts: dict[int, np.ndarray] = field(default_factory=dict)  # their records
+    prefilled: dict[int, int] = field(
+        default_factory=dict
+    )  # uid -> parts of it that such a record has
+    replies: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)  # tokens of each answer, as they ended
     spans: list[Span] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
@@ -262,10 +303,20 @@ class RolloutRecorder:
             match event:
                 case Emitted(uid):
                     self.parts.setdefault(uid, []).append(event)
-                    if event.finish != RUNNING:
+                    if event.finish not in (RUNNING, TURN):
                         self.finish(uid, event.finish)
+                case Replied(uid, None):
+                    self.finish(uid, STOPPED)
+                case Replied(uid, tokens):
+                    first = sum(len(part.tokens) for part in self.parts[uid])
+                    self.replies.setdefault(uid, []).append((first, first + len(tokens)))
+                    silent = np.zeros(len(tokens), self.parts[uid][0].logprobs.dtype)
+                    self.parts[uid].append(Emitted(uid, tokens, silent, RUNNING))
                 case PromptsRecorded(prompts):
                     self.prompts |= prompts
+                    for key in prompts:  # what a prefill has replaces what rounds had
+                        if key < 0:
+                            self.prefilled[~key] = len(self.parts[~key])
                 case Decided(decision):
                     self.decisions.append(decision)
                 case Dispatched(number):
@@ -355,8 +406,9 @@ class RolloutRecorder:
         """Records and reports a complete sequence."""
         parts, record = self.parts.pop(uid), None
         if parts[0].record is not None:
-            own = [part.record for part in parts]
-            record = np.concatenate([self.prompts[uid // self.samples], *own])
+            begun = self.prefilled.pop(uid, 0)
+            first = self.prompts.pop(~uid) if begun else self.prompts[uid // self.samples]
+            record = np.concatenate([first, *(part.record for part in parts[begun:])])
         completion = Completion(
             uid,
             *divmod(uid, self.samples),
@@ -365,6 +417,7 @@ class RolloutRecorder:
             FINISH[code],
             sum(part.accepted for part in parts),
             record,
+            tuple(self.replies.pop(uid, ())),
         )
         self.completions[uid] = completion
         self.lengths.append(len(completion.tokens))

@@ -14,9 +14,17 @@ import jax
 
 from tlt_jax.distributed.board import Ending, LocalBoard
 from tlt_jax.rollout import exchange
+from tlt_jax.rollout.dialogue import Dialogue, Partner
 from tlt_jax.rollout.executables.programs import CatchUp, Decode, Prefill, Program, Start
 from tlt_jax.rollout.idle import ExpectedTime, IdleDriver, IdleWork
-from tlt_jax.rollout.recorder import Completion, Emitted, Listener, Poll, RolloutResult
+from tlt_jax.rollout.recorder import (
+    Completion,
+    Emitted,
+    Listener,
+    Poll,
+    Replied,
+    RolloutResult,
+)
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.scheduler import driver, group
 from tlt_jax.rollout.scheduler.payback import Payback
@@ -53,6 +61,8 @@ class RolloutRun:
         tuner: TunerState | None,
         harvesters: Mapping[int, Harvester] | None = None,
         selection: Selection | None = None,
+        partner: Partner | None = None,
+        turn_tokens: int = 0,
     ):
         self.engine, self.number, self.request = engine, number, request
         self.tuner = engine.tuner.init() if tuner is None else tuner
@@ -66,6 +76,7 @@ class RolloutRun:
                 selection, len(request.prompts), request.samples, engine.cost_table is not None,
                 job.board, self.scope, job.index, job.count,
             )  # fmt: skip
+        self.dialogue = Dialogue(request, partner, turn_tokens) if partner else None
         if engine.ngram_memory:
             engine.ngram_memory.begin(request.prompts, request.samples)
         self.contexts = self.make_contexts(weights, harvesters)
@@ -78,7 +89,8 @@ class RolloutRun:
         payback, prompts = engine.payback[request.params], len(request.prompts)
         expected = selecting.bound if selecting else prompts
         payback.begin(request.rollouts_left, expected * request.samples)
-        planner = partial(make_planner, engine, request, self.tuner, payback)
+        given = engine, request, self.tuner, payback, self.dialogue is not None
+        planner = partial(make_planner, *given)
         sizes = prompts, request.samples, (lambda: selecting.bound) if selecting else None
         if engine.cost_table:
             count = len(engine.groups)
@@ -90,7 +102,7 @@ class RolloutRun:
             GroupContext(
                 index, engine.programs, weights[index], request, *parts[index], needs(engine),
                 engine.programs.shapes[0].drafter.reads_history, harvesters[index] if harvesters else None,
-                engine.cost_table is not None,
+                engine.cost_table is not None, self.dialogue,
             )
             for index in engine.local_groups
         ]  # fmt: skip
@@ -110,6 +122,8 @@ class RolloutRun:
         programs, groups = self.engine.programs, self.engine.local_groups
         before, waited = len(programs.compiles), len(programs.waited)
         own, selecting = [self.remember], self.selecting
+        if self.dialogue:
+            own.append(self.dialogue.listen)
         if selecting:
             own, on_finish = [*own, selecting.listen], selecting.finished(on_finish)
         listening = [*own, *listeners]
@@ -153,7 +167,7 @@ class RolloutRun:
     def remember(self, poll: Poll) -> None:
         """Keeps the answers that n-grams are drawn from."""
         for event in poll.events if self.engine.ngram_memory else ():
-            if isinstance(event, Emitted):
+            if isinstance(event, Emitted | Replied) and event.tokens is not None:
                 self.engine.ngram_memory.write(event.uid, event.tokens)
 
     def exchanged(
@@ -185,10 +199,14 @@ def kept(result: RolloutResult, choice: KeptPrompts) -> RolloutResult:
 
 
 def make_planner(
-    engine: Engine, request: RolloutRequest, tuner: TunerState, payback: Payback
+    engine: Engine,
+    request: RolloutRequest,
+    tuner: TunerState,
+    payback: Payback,
+    may_go_on: bool = False,
 ) -> Planner:
-    """A planner of the request's chunks."""
-    slots = engine.cache_buckets(request.prompts, request.max_new_tokens)
+    """A planner of the request's chunks; `may_go_on`: of answers of several turns."""
+    slots = engine.cache_buckets(request.prompts, request.max_new_tokens, may_go_on)
     longest = max(
         len(prompt) + limit
         for prompt, limit in zip(request.prompts, request.max_new_tokens, strict=True)

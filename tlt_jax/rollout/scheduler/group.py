@@ -28,10 +28,11 @@ from tlt_jax.rollout.recorder import (
     Event,
     Harvested,
     PromptsRecorded,
+    Replied,
     Retired,
     WentIdle,
 )
-from tlt_jax.rollout.request import RolloutRequest, admission_size, block_size, bucket_width
+from tlt_jax.rollout.request import admission_size, block_size, bucket_width
 from tlt_jax.rollout.scheduler.planner import GroupCandidates, extends, most_lag
 from tlt_jax.rollout.scheduler.state import (
     GroupContext,
@@ -45,7 +46,7 @@ from tlt_jax.rollout.scheduler.state import (
     queued,
 )
 from tlt_jax.spec_decode.decode import Report
-from tlt_jax.spec_decode.decode_state import BROKEN, RUNNING, Admission
+from tlt_jax.spec_decode.decode_state import BROKEN, RUNNING, STOPPED, TURN, Admission
 from tlt_jax.spec_decode.strategy import PLAIN
 
 # Limit on the un-awaited programs of one group: more than about 30 on fake CPU devices abort the process.
@@ -63,10 +64,13 @@ def advance(
     nothing more can be dispatched: listeners see its events before any decision depends on them.
     """
     events: list[Event] = []
+    if state.away:
+        state, events = hear(context, state)
     if context.is_in_order and state.flights and state.is_blocked:
         if not is_ready(state):
-            return state, []
-        return retire(context, state.replace(is_blocked=False))
+            return state, events
+        state, more = retire(context, state.replace(is_blocked=False))
+        return state, events + more
     while not context.is_in_order and is_ready(state):
         state, more = retire(context, state)
         events += more
@@ -97,7 +101,9 @@ def advance(
         released = GroupState(dispatched=state.dispatched, retired=state.retired)
         state = replace(released, is_exhausted=True, is_released=True)
         events.append(WentIdle())
-    elif state.is_waiting and state.device is not None:  # as at the start, but for its counts
+    elif (
+        state.is_waiting and not state.away and state.device is not None
+    ):  # as at the start, but for its counts
         counts = {name: getattr(state, name) for name in ("dispatched", "retired", "finished")}
         state = GroupState(**counts, may_get_more=True, is_blocked=True)
     return state, events
@@ -118,10 +124,10 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
             windows = tuple((window.uid, window.start) for window in flight.windows)
             events.append(Harvested(windows, flight.values, flight.marker))
         if context.request.records and flight.prompts:
-            record, lengths = np.asarray(flight.marker), map(len, context.request.prompts)
-            lengths = dict(enumerate(lengths))
+            record = np.asarray(flight.marker)
             rows = {
-                prompt: record[row, : lengths[prompt] - 1] for prompt, row in flight.prompts.items()
+                key: record[row, : len(context.tokens(key)) - 1]
+                for key, row in flight.prompts.items()
             }
             events.append(PromptsRecorded(rows))
         return state, events
@@ -131,9 +137,9 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
     is_first = rounds > 0 and context.programs.is_first_run(flight.program)
     is_untimed = is_first or flight.compiling_alongside or context.programs.compiling_alongside
     events = [Retired(flight.number, flight.kind, rounds, tokens, report.stats, is_untimed)]
-    news = emitted(flight.rows, report) if rounds else {}
+    news = emitted(flight.rows, report, context.dialogue is not None) if rounds else {}
     events += news.values()
-    if context.harvester:
+    if context.harvester and not context.dialogue:
         ends = ended(state.rows, news)
         events += ends
         windows = [
@@ -146,16 +152,35 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
         return state.replace(retired=state.retired + 1), events
 
     rows = tuple([running and settled(running, news.get(running.uid)) for running in state.rows])
-    finished = state.finished + sum([new.finish != RUNNING for new in news.values()])
-    return state.replace(rows=rows, retired=state.retired + 1, finished=finished), events
+    finished = state.finished + sum([new.finish not in (RUNNING, TURN) for new in news.values()])
+    away = state.away | {uid for uid, new in news.items() if new.finish == TURN}
+    state = state.replace(rows=rows, retired=state.retired + 1, finished=finished, away=away)
+    return state, events
 
 
-def emitted(rows: Sequence[int | None], report: Report) -> dict[int, Emitted]:
-    """The new tokens of the sequences that had these rows in a chunk, by uid."""
+def hear(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:
+    """Takes the replies that are there: sequences go on, or have ended."""
+    found = context.dialogue.take(state.away)
+    if not found:
+        return state, []
+    back = [uid for uid, reply in found.items() if reply is not None]
+    finished = state.finished + len(found) - len(back)
+    state = state.replace(
+        away=state.away - found.keys(), back=(*state.back, *back), finished=finished
+    )
+    return state, [Replied(uid, reply) for uid, reply in found.items()]
+
+
+def emitted(
+    rows: Sequence[int | None], report: Report, may_go_on: bool = False
+) -> dict[int, Emitted]:
+    """The new tokens of the sequences that had these rows in a chunk, by uid; `may_go_on`: after a stop."""
     counts, finish = report.counts.tolist(), report.finish.tolist()
     # Each round also adds the target's token.
     accepted = (report.counts - report.stats.row_rounds).tolist()
     tokens, logprobs, record = report.tokens, report.logprobs, report.record
+    if may_go_on:
+        finish = [TURN if code == STOPPED else code for code in finish]
     return {
         uid: Emitted(
             uid, tokens[row, :count], logprobs[row, :count], finish[row], accepted[row],
@@ -189,12 +214,15 @@ def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
     if not starts and not may_live:
         return state, []
 
-    sources = prefill_sources(request, state, starts)
+    sources = prefill_sources(context, state, [key for key, _ in starts])
     live = [running for running in state.rows if running]
     new = []
-    for prompt, sample in starts:
-        uid, length = prompt * request.samples + sample, len(request.prompts[prompt])
-        new.append(Running(uid, length, length + request.max_new_tokens[prompt]))
+    for key, uid in starts:
+        length, prompt = len(context.tokens(key)), uid // request.samples
+        limit = len(request.prompts[prompt]) + request.max_new_tokens[prompt]
+        if context.dialogue:
+            limit = context.dialogue.limit_at(uid, length)
+        new.append(Running(uid, length, limit))
     most = sum(flight.most for flight in state.flights)
     view = GroupView(
         context.index,
@@ -224,45 +252,50 @@ def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
     rows, seat = list(state.rows), {}
     for row, running in zip(free, new, strict=True):
         rows[row], seat[running.uid] = running, row
+    key_of = {uid: key for key, uid in starts}
     joining = tuple(
-        Joining(
-            source, tuple((seat[uid], uid) for uid in seat if uid // request.samples in source.rows)
-        )
+        Joining(source, tuple((seat[uid], uid) for uid in seat if key_of[uid] in source.rows))
         for source in sources
     )
     return state.replace(rows=tuple(rows), joining=joining), [Decided(decision)]
 
 
 def take(context: GroupContext, state: GroupState) -> tuple[GroupState, list[tuple[int, int]]]:
-    """Takes (prompt, sample) for every free row, as long as the queue has some.
+    """Takes (key of its tokens, uid) for every free row: sequences that go on, then new ones as long as the queue has some.
 
     Where programs are read in order, a group to which the queue gave nothing asks again once it has nothing left: when
     the queue gives more depends on a clock, and the shapes that the group has then do not.
     """
+    free = context.request.capacity - sum(running is not None for running in state.rows)
+    found = [(~uid, uid) for uid in state.back[:free]]
+    if found:
+        started = state.started | {key for key, _ in found}
+        state, free = state.replace(back=state.back[free:], started=started), free - len(found)
     if state.is_exhausted or (
         context.is_in_order and state.may_get_more and state.device is not None
     ):
-        return state, []
-    free = context.request.capacity - sum(running is not None for running in state.rows)
-    taken = context.queue.take(free, [prompt for one in state.prefills for prompt in one.rows])
+        return state, found
+    prefilled = [key for one in state.prefills for key in one.rows if key >= 0]
+    taken = context.queue.take(free, prefilled)
     started = state.started | taken.started
     state = state.replace(
         started=started, is_exhausted=taken.is_exhausted, may_get_more=taken.may_get_more
     )
-    return state, taken.samples
+    samples = context.request.samples
+    return state, found + [(prompt, prompt * samples + sample) for prompt, sample in taken.samples]
 
 
 def prefill_sources(
-    request: RolloutRequest, state: GroupState, starts: Iterable[tuple[int, int]]
+    context: GroupContext, state: GroupState, keys: Iterable[int]
 ) -> list[Prefilled]:
-    """The prefills that these samples need: cached ones, and new ones of few different shapes, longest first."""
-    prompts = list(dict.fromkeys(prompt for prompt, _ in starts))
+    """The prefills of these prompts: cached ones, and new ones of few different shapes, longest first."""
+    prompts = list(dict.fromkeys(keys))
     sources = [one for one in state.prefills if any(prompt in one.rows for prompt in prompts)]
     new = [prompt for prompt in prompts if not any(prompt in one.rows for one in sources)]
     # Longest first, so that few are padded to a larger width.
-    new.sort(key=lambda prompt: len(request.prompts[prompt]), reverse=True)
+    new.sort(key=lambda prompt: len(context.tokens(prompt)), reverse=True)
     while new:
-        width = bucket_width(len(request.prompts[new[0]]))
+        width = bucket_width(len(context.tokens(new[0])))
         size = block_size(len(new), width)
         rows = {prompt: row for row, prompt in enumerate(new[:size])}
         sources.append(Prefilled(rows, (size, width), None))
@@ -328,7 +361,7 @@ def prefill(context: GroupContext, source: Prefilled) -> tuple[Prefilled, jax.Ar
     size, width = source.sizes
     tokens, lengths = np.zeros((size, width), np.int32), np.zeros(size, np.int32)
     for prompt, row in source.rows.items():
-        body = context.request.prompts[prompt][:-1]  # the last token is the first root
+        body = context.tokens(prompt)[:-1]  # the last token is the first root
         tokens[row, : len(body)], lengths[row] = body, len(body)
     program = Prefill(context.index, size, width)
     values, marker = program(context.programs, context.weights.target, tokens, lengths)
@@ -345,11 +378,11 @@ def admission(
     keys, history = np.zeros((size, 2), np.uint32), np.zeros((size, width), np.int32)
     rows = state.batch + np.arange(size, dtype=np.int32)
     for at, (row, uid) in enumerate(joining):
-        index = uid // request.samples
-        prompt = request.prompts[index]
-        rows[at], small["source"][at] = row, source.rows[index]
+        key = ~uid if ~uid in source.rows else uid // request.samples
+        prompt = context.tokens(key)
+        rows[at], small["source"][at] = row, source.rows[key]
         small["roots"][at], small["lengths"][at] = prompt[-1], len(prompt) - 1
-        small["limits"][at] = len(prompt) + request.max_new_tokens[index]
+        small["limits"][at] = state.rows[row].limit
         keys[at] = request.keys[uid]
         history[at, : len(prompt)] = prompt[:width]
     return Admission(rows=rows, keys=keys, history=history, **small)

@@ -13,6 +13,9 @@ from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.tuner.interface import MOST_ROUNDS
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from tlt_jax.rollout.dialogue import Dialogue
     from tlt_jax.rollout.executables.compilation import Executables
     from tlt_jax.rollout.executables.programs import Program
     from tlt_jax.rollout.recorder import Decision
@@ -87,7 +90,7 @@ class GroupContext:
 
     `needs`: needs of the drafters, by their names in strategies; `reads_history`: whether any drafter reads the history.
     Without a `harvester` nothing is copied out of the decoding state. `is_in_order`: programs are read in a fixed order,
-    so that the inputs of each decision depend on no clock.
+    so that the inputs of each decision depend on no clock. `dialogue`: of answers of several turns; None: of one.
     """
 
     index: int
@@ -100,6 +103,11 @@ class GroupContext:
     reads_history: bool = False
     harvester: Harvester | None = None
     is_in_order: bool = False
+    dialogue: Dialogue | None = None
+
+    def tokens(self, key: int) -> np.ndarray:
+        """The tokens of a prompt, or under the key ~uid those of a sequence that goes on."""
+        return self.request.prompts[key] if key >= 0 else self.dialogue.text(~key)
 
 
 class Running(NamedTuple):
@@ -112,7 +120,10 @@ class Running(NamedTuple):
 
 @dataclass(frozen=True)
 class Prefilled:
-    """Keys and values of prompts, on the device; `rows`: prompt -> row; `sizes`: number of prompts and width."""
+    """Keys and values of prompts, on the device.
+
+    `rows`: prompt (see GroupContext.tokens) -> row; `sizes`: number of prompts and width.
+    """
 
     rows: dict[int, int]
     sizes: tuple[int, int]
@@ -164,7 +175,8 @@ class GroupState:
 
     `drafter_lag`: most tokens that the drafter's state may lack in any row; `started`: prompts whose samples are all
     started; `unmarked`: programs that took `device` after the last flight; they are done when `device` is ready. `windows`
-    wait to be harvested from the rows as they are now: until then no row moves or is used again.
+    wait to be harvested from the rows as they are now: until then no row moves or is used again. `away`: sequences that wait
+    for a reply, and `back`: those that have one and no row yet.
     """
 
     device: DecodeState | None = None
@@ -187,6 +199,8 @@ class GroupState:
     is_moved: bool = False  # resized since the last chunk
     is_blocked: bool = False  # nothing can be dispatched before a flight is read
     is_released: bool = False  # the group has finished; `device` was freed
+    away: frozenset[int] = frozenset()
+    back: tuple[int, ...] = ()
 
     def replace(self, **changes: Any) -> GroupState:
         """The state with other fields, as dataclasses.replace returns it: a chunk replaces its state a dozen times."""
@@ -202,12 +216,13 @@ class GroupState:
     @property
     def is_idle(self) -> bool:
         """Nothing is in flight, live, waiting in the queue or to be harvested."""
-        return self.is_exhausted and not (self.is_busy or any(self.rows))
+        return self.is_exhausted and not (self.is_busy or any(self.rows) or self.away or self.back)
 
     @property
     def is_waiting(self) -> bool:
-        """As `is_idle`, but the queue may give more later."""
-        return self.may_get_more and not (self.is_busy or any(self.rows))
+        """As `is_idle`, but the queue may give more later, or a reply come."""
+        may_go_on = self.may_get_more or self.away
+        return bool(may_go_on) and not (self.is_busy or any(self.rows) or self.back)
 
     @property
     def is_busy(self) -> bool:

@@ -1,0 +1,153 @@
+"""Answers of several turns: tokens depend on weights, seed, prompt and replies alone, whenever these come."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import references
+import tiny_engine as tiny
+from test_speculation import MANY, NO, ONE, SPARSE, WIDE, speculating
+
+from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.errors import ConfigError
+from tlt_jax.keys import TRAIN_STREAM, sequence_keys
+from tlt_jax.models import architecture, transformer
+from tlt_jax.spec_decode import noise
+from tlt_jax.spec_decode.interface import Sampling
+
+small_pool = tiny.small_pool
+pytestmark = pytest.mark.usefixtures("small_pool")
+LIMIT, TURN_TOKENS, SETTING = 24, 9, Sampling(1.0)
+POLICY = replace(tiny.MODEL, eos_ids=(0, 5, 9, 12, 20, 31))
+
+
+def reply_to(uid: int, turn: list[int], count: int) -> list[int] | None:
+    """The tokens of a reply to turn number `count` of a sequence; None after some turns."""
+    if count > 1 + uid % 4:
+        return None
+    return [(uid + 3 * token) % 37 for token in (turn[-1], len(turn), count)][: 1 + uid % 3]
+
+
+class Partner:
+    """Replies after some calls: sequences wait for different times."""
+
+    def __init__(self, wait=lambda uid, count: 0):
+        self.wait, self.heard, self.due, self.calls = wait, {}, [], 0
+
+    def hear(self, uid, turn):
+        self.heard.setdefault(uid, []).append(turn.tolist())
+        count = len(self.heard[uid])
+        reply = reply_to(uid, turn.tolist(), count)
+        self.due.append((self.calls + self.wait(uid, count), uid, reply))
+
+    def replies(self):
+        self.calls += 1
+        ready = [one for one in self.due if one[0] < self.calls]
+        self.due = [one for one in self.due if one[0] >= self.calls]
+        return {
+            uid: None if reply is None else np.array(reply, np.int32) for _, uid, reply in ready
+        }
+
+
+def expected(policy=POLICY) -> list[tuple[int, list[int], list[bool], str]]:
+    """Turn by turn, by the training forward over each whole prefix: tokens, whose they are, and why the answer ended."""
+    params = architecture.init(policy, make_mesh(1, 1), jax.random.key(0), "float64")
+    keys = jnp.asarray(
+        sequence_keys(0, TRAIN_STREAM, 0, np.arange(len(tiny.PROMPTS) * tiny.SAMPLES))
+    )
+
+    @jax.jit
+    def next_logits(tokens, length):
+        segments = (jnp.arange(48) < length).astype(jnp.int32)[None]
+        x, _ = transformer.hidden(
+            params, policy, tokens[None], jnp.arange(48)[None], segments, compute_dtype="float64"
+        )
+        return transformer.logits(params, policy, x[0, length - 1])[: policy.vocab_size]
+
+    def logits_of(prefix):
+        padded = jnp.zeros(48, jnp.int32).at[: len(prefix)].set(np.array(prefix, np.int32))
+        return next_logits(padded, len(prefix))
+
+    draw = jax.jit(
+        lambda key, t: noise.gumbel(key[None], t[None, None], policy.vocab_size, jnp.float64)[0, 0]
+    )
+    found = []
+    for uid, key in enumerate(keys):
+        prompt = tiny.PROMPTS[uid // tiny.SAMPLES]
+        text, own, count = list(prompt), [], 0
+        while True:
+            left = min(LIMIT - len(own), TURN_TOKENS)
+            turn, _, finish = references.decode(
+                logits_of, lambda t, key=key: draw(key, jnp.int32(t)), text, SETTING, policy.eos_ids, tiny.STOPS, left
+            )  # fmt: skip
+            text, own, count = text + turn, own + [True] * len(turn), count + 1
+            if finish != "stop":
+                break
+            reply = reply_to(uid, turn, count)
+            if reply is None or len(own) + len(reply) >= LIMIT:
+                break
+            text, own = text + reply, own + [False] * len(reply)
+        found.append((uid, text[len(prompt) :], own, finish))
+    return found
+
+
+@pytest.mark.parametrize(
+    "drafter, strategies, data, model, wait",
+    [
+        ("none", NO, 1, 1, lambda uid, count: 0),
+        ("none", NO, 2, 1, lambda uid, count: 50 * (uid % 5 == 0)),
+        ("eagle3", WIDE, 1, 2, lambda uid, count: 7 * uid),
+        ("ngram", ONE, 2, 1, lambda uid, count: 200 // (1 + uid)),
+        ("dspark", MANY, 1, 1, lambda uid, count: (uid * 31 + count * 17) % 40),
+    ],
+)
+def test_tokens_do_not_depend_on_drafts_groups_or_when_replies_come(
+    x64, drafter, strategies, data, model, wait
+):
+    engine, weights = speculating(
+        drafter, strategies, data, model, policy=POLICY, slots=5, chunk=3, batch_buckets=[1, 5], cache_buckets=[48],
+        max_new_tokens=LIMIT,
+    )  # fmt: skip
+    partner = Partner(wait)
+    result = talk(engine, weights, partner)
+    found = [
+        (one.uid, one.tokens.tolist(), one.own.tolist(), one.finish) for one in result.completions
+    ]
+    truth = expected()
+    assert found == truth
+    assert {finish for *_, finish in truth} == {"stop", "length"}
+    assert max(len(turns) for turns in partner.heard.values()) > 2, "several turns were taken"
+    for one in result.completions:
+        assert (one.logprobs[~one.own] == 0).all() and (one.logprobs[one.own] < 0).all()
+
+
+def test_experts_of_all_turns_and_replies_are_recorded(x64):
+    policy = replace(SPARSE, eos_ids=POLICY.eos_ids)
+    engine, weights = speculating(
+        "none", NO, policy=policy, slots=5, chunk=3, batch_buckets=[5], cache_buckets=[48], max_new_tokens=LIMIT, records=True
+    )  # fmt: skip
+    result = talk(engine, weights, Partner(), records=True)
+    rollout = architecture.to_rollout(tiny.params_of(engine), policy, engine.mesh, "float64")
+    assert any(one.replies for one in result.completions)
+    for one in result.completions:
+        text = jnp.array([*tiny.PROMPTS[one.prompt], *one.tokens], jnp.int32)[None, :-1]
+        whole = transformer.prefill(rollout, policy, text, jnp.array([text.shape[1]])).experts[0]
+        np.testing.assert_array_equal(one.record, whole)
+
+
+def test_a_deterministic_rollout_has_no_partner(x64):
+    engine, weights = speculating("none", NO, policy=POLICY, deterministic=True)
+    with pytest.raises(ConfigError, match="rollout.deterministic with an environment"):
+        talk(engine, weights, Partner())
+
+
+def talk(engine, weights, partner, **which):
+    prompts = [np.asarray(prompt, np.int32) for prompt in tiny.PROMPTS]
+    request = engine.request(
+        prompts, tiny.SAMPLES, SETTING, LIMIT, stream=TRAIN_STREAM, step=0, **which
+    )
+    return engine.run(request, weights, partner=partner, turn_tokens=TURN_TOKENS)[0]

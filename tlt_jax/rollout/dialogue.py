@@ -1,0 +1,79 @@
+"""Answers of several turns: a partner hears what the policy says, and what it replies is appended to the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+import numpy as np
+
+from tlt_jax.rollout.recorder import Emitted, Poll
+from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.spec_decode.decode_state import RUNNING, TURN
+
+
+class Partner(Protocol):
+    """Who replies to the policy; neither method waits."""
+
+    def hear(self, uid: int, turn: np.ndarray) -> None:
+        """Gets a turn of the policy in a sequence: its tokens int32[n], with the EOS or stop text that ended it."""
+
+    def replies(self) -> dict[int, np.ndarray | None]:
+        """What came since the last call: the tokens int32[n] to append, at least one; None: the sequence has ended."""
+
+
+class Dialogue:
+    """The conversations of the local groups of one rollout, shared by these groups.
+
+    A sequence of which the policy has ended a turn leaves its row, which other sequences get meanwhile; once its reply is
+    there, prompt, turns and replies are prefilled into a row again. Noise is a function of a sequence's key and of the
+    position, so that tokens do not depend on when a reply comes. `turn_tokens`: most tokens of a turn; 0: those that are left.
+    """
+
+    def __init__(self, request: RolloutRequest, partner: Partner, turn_tokens: int = 0):
+        self.request, self.partner, self.turn_tokens = request, partner, turn_tokens
+        self.parts: dict[int, list[np.ndarray]] = {}  # of open sequences: turns and replies so far
+        self.turns: dict[int, list[np.ndarray]] = {}  # the current turn
+        self.known: dict[int, np.ndarray | None] = {}
+
+    def listen(self, poll: Poll) -> None:
+        """Passes turns that have ended on to the partner."""
+        for event in poll.events:
+            if not isinstance(event, Emitted):
+                continue
+            self.turns.setdefault(event.uid, []).append(event.tokens)
+            if event.finish == RUNNING:
+                continue
+            turn = np.concatenate(self.turns.pop(event.uid))
+            self.parts.setdefault(event.uid, []).append(turn)
+            if event.finish == TURN:
+                self.partner.hear(event.uid, turn)
+            else:
+                del self.parts[event.uid]
+
+    def take(self, uids: Collection[int]) -> dict[int, np.ndarray | None]:
+        """The replies to these sequences that are there; None: it has ended."""
+        self.known |= self.partner.replies()
+        found = {uid: self.known.pop(uid) for uid in [*self.known] if uid in uids}
+        for uid, reply in found.items():
+            if reply is None or len(self.text(uid)) + len(reply) >= self.limit_of(uid):
+                found[uid] = None
+                del self.parts[uid]
+            else:
+                self.parts[uid].append(np.asarray(reply, np.int32))
+        return found
+
+    def text(self, uid: int) -> np.ndarray:
+        """Prompt, turns and replies of an open sequence."""
+        prompt = self.request.prompts[uid // self.request.samples]
+        return np.concatenate([prompt, *self.parts[uid]])
+
+    def limit_of(self, uid: int) -> int:
+        """Most tokens of a sequence."""
+        prompt = uid // self.request.samples
+        return len(self.request.prompts[prompt]) + self.request.max_new_tokens[prompt]
+
+    def limit_at(self, uid: int, tokens: int) -> int:
+        """Most tokens of a sequence whose next turn begins after so many."""
+        whole = self.limit_of(uid)
+        return min(whole, tokens + self.turn_tokens) if self.turn_tokens else whole
