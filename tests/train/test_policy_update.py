@@ -415,6 +415,36 @@ def test_an_answer_whose_logits_were_not_finite_reaches_neither_the_policy_nor_t
     assert_same(learned(batch, np.nan), learned(alone, 0.0), rtol=1e-9, atol=1e-12)
 
 
+def test_what_others_wrote_in_an_answer_has_no_loss_but_is_context(x64):
+    """As an update of an answer in which these tokens are part of the prompt, for each turn of the policy in it."""
+    recipe, config = recipe_of(), Config(train=Train(row_tokens=32, rows=1))
+    prompt, turns, reply = [1, 2, 3], ([4, 5], [6, 7, 8]), [9, 10]
+    tokens = np.array([*turns[0], *reply, *turns[1]])
+    replied = Completion(
+        0, 0, 0, tokens, np.where(np.isin(tokens, reply), 0.0, -1.0), "stop", replies=((2, 4),)
+    )
+    np.testing.assert_array_equal(replied.own, [1, 1, 0, 0, 1, 1, 1])
+
+    def batch_of(examples, logprobs):
+        rows = batches.pack_rows(config, examples)
+        weights = np.full(len(examples), 0.2)
+        return batches.make_batch(rows, recipe, weights, np.ones(len(examples)), logprobs)
+
+    whole = batches.example([Prompt(np.array(prompt), {})], replied)
+    found = batch_of([whole], [replied.logprobs])
+    rows = batches.pack_rows(config, [whole])[1]
+    assert (rows.lengths.tolist(), rows.counts.tolist()) == ([7], [5])
+    apart = [
+        Example(0, np.array(prompt), np.array(turns[0])),
+        Example(1, np.array([*prompt, *turns[0], *reply]), np.array(turns[1])),
+    ]
+    expected = batch_of(apart, [np.full(2, -1.0), np.full(3, -1.0)])
+    assert sum(int(one.is_answer.sum()) for one in found) == 5
+    ones, others = (update(recipe, state_of(recipe), one) for one in (found, expected))
+    assert_same(ones[0].params, others[0].params, rtol=1e-9, atol=1e-12)
+    assert float(ones[1]["loss"]) == pytest.approx(float(others[1]["loss"]), rel=1e-12)
+
+
 def test_supervised_update_minimizes_the_negative_log_likelihood_of_the_answers(shallow, x64):
     recipe = recipe_of(algorithm(), is_supervised=True)
     state, batch = state_of(recipe), batch_of(recipe)

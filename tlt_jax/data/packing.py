@@ -93,12 +93,16 @@ def step_tokens(config: Config) -> int:
 
 
 class Example(NamedTuple):
-    """Token ids of a prompt and its answer; `uid` orders examples of equal length. `record`: as of recorder.Completion."""
+    """Token ids of a prompt and its answer; `uid` orders examples of equal length. `record`, `own`: as of recorder.Completion.
+
+    Of `own` None all tokens are the policy's.
+    """
 
     uid: int
     prompt: np.ndarray
     answer: np.ndarray
     record: np.ndarray | None = None
+    own: np.ndarray | None = None
 
     @property
     def length(self) -> int:
@@ -109,12 +113,14 @@ class Example(NamedTuple):
 class Spans:
     """Where the answers of examples lie in packed rows of `shape` (A, R, T), in the given order of the examples.
 
-    `places` [n, 3]: accumulation step, row, and first target position; `lengths` [n]: tokens of the answers.
+    `places` [n, 3]: accumulation step, row, and first target position; `lengths` [n]: tokens of the answers; `counts` [n]:
+    of them the policy's.
     """
 
     shape: tuple[int, int, int]
     places: np.ndarray
     lengths: np.ndarray
+    counts: np.ndarray
 
     def spread(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
         """float64[A, R, T]: one value per example at all its targets; 0 elsewhere."""
@@ -154,14 +160,15 @@ def pack(
         positions[step, row, start:end] = np.arange(example.length)
         segments[step, row, start:end] = segment
         targets[step, row, first : end - 1] = example.answer
-        is_answer[step, row, first : end - 1] = True
+        is_answer[step, row, first : end - 1] = True if example.own is None else example.own
         answers[index] = step, row, first
         if experts is not None:
             experts[step, row, start : start + len(example.record)] = example.record
 
     lengths = np.array([len(example.answer) for example in examples])
+    counts = [len(one.answer) if one.own is None else int(one.own.sum()) for one in examples]
     packed = PackedRows(tokens, positions, segments, targets, is_answer, experts=experts)
-    return packed, Spans(shape, answers, lengths)
+    return packed, Spans(shape, answers, lengths, np.array(counts))
 
 
 class Place(NamedTuple):

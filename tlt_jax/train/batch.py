@@ -63,7 +63,7 @@ def pack(
     rewards = np.array(values).reshape(len({answer.prompt for answer in answers}), -1)
     advantages = rewards
     if algorithm.kl_in != REWARD:
-        lengths = np.array([len(answer.tokens) for answer in answers]) * is_finite(answers)
+        lengths = np.array([answer.own.sum() for answer in answers]) * is_finite(answers)
         lengths = lengths.reshape(rewards.shape)
         advantages = answer_advantages(rewards, lengths, algorithm.advantage)
     advantages, minibatches, spans, fills = advantages.reshape(-1), [], [], []
@@ -72,7 +72,7 @@ def pack(
         packed = pack_rows(config, [example(prompts, answer) for answer in chosen])
         rows, places = packed
         weights = answer_weights(
-            places.lengths, algorithm.aggregation, config.rollout.max_new_tokens, is_kept(config, chosen)
+            places.counts, algorithm.aggregation, config.rollout.max_new_tokens, is_kept(config, chosen)
         )  # fmt: skip
         logprobs = [answer.logprobs for answer in chosen]
         minibatches.append(
@@ -206,11 +206,12 @@ def make_batch(
         raise ValueError(
             f"a row has {rows.segments.max()} examples, attention takes {most}: pack them by packing.pack"
         )
-    rows = rows._replace(weights=spans.spread(weights), advantages=spans.spread(advantages))
+    own = rows.is_answer  # what others wrote in an answer has no loss
+    rows = rows._replace(weights=spans.spread(weights) * own, advantages=spans.spread(advantages))
     if rollout_logprobs is not None:
         rows = rows._replace(rollout_logprobs=spans.place(rollout_logprobs))
     if is_finite is not None:
-        rows = rows._replace(is_answer=spans.spread(is_finite) > 0)
+        rows = rows._replace(is_answer=own & (spans.spread(is_finite) > 0))
     steps = [
         jax.tree.map(lambda leaf, step=step: leaf[step], rows) for step in range(len(rows.tokens))
     ]
@@ -295,7 +296,7 @@ def example(prompts: Sequence[Prompt], answer: Completion) -> Example:
     if answer.finish == NONFINITE:
         prompt, tokens = np.zeros_like(prompt), np.zeros_like(tokens)
         record = None if record is None else np.full_like(record, np.iinfo(record.dtype).max)
-    return Example(answer.uid, prompt, tokens, record)
+    return Example(answer.uid, prompt, tokens, record, answer.own if answer.replies else None)
 
 
 def is_finite(answers: Sequence[Completion]) -> np.ndarray:
