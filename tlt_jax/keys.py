@@ -37,6 +37,11 @@ def anchors_key(seed: int, step: jax.Array) -> jax.Array:
     return jax.random.fold_in(stream_key(seed, DRAFTER_ANCHORS), step)
 
 
+def environment_seed(seed: int, stream: int, step: int, prompt: int) -> int:
+    """The seed of the environments of a prompt's answers, in a rollout of this stream and step."""
+    return int(np.random.SeedSequence((seed, stream, step, prompt)).generate_state(1)[0])
+
+
 def order_seed(seed: int, stream: int) -> int:
     """The seed of the order of the training rows."""
     return (seed * 2 + stream) % 2**32

@@ -19,7 +19,9 @@ DTYPES = ("float32", "float64", "bfloat16")
 # Values of model.lora.targets: peft's names of a layer's matrices, in the order of a layer, and all of them.
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ALL_LINEAR = "all-linear"
-REWARDS = ("task", "math", "math_flexible", "gsm8k", "gsm8k_flexible", "exact", "format")
+REWARDS = (
+    "task", "environment", "math", "math_flexible", "gsm8k", "gsm8k_flexible", "exact", "format"
+)  # fmt: skip
 DROP = "drop"  # value of data.duplicates
 NGRAM, ADAPTIVE = "ngram", "adaptive"  # values of speculation.drafter; any other one is a directory
 PPO, GSPO, CISPO = "ppo", "gspo", "cispo"  # values of algorithm.loss

@@ -130,9 +130,19 @@ def _final(text: str) -> str:
     return plain[0 if ends else -1] if plain else ""
 
 
+def played(prompt: str, completion: str, row: dict[str, Any]) -> dict[str, float]:
+    """The reward of the environment that replied in the answer, and its numbers. Raises ValueError when it failed."""
+    outcome = row["environment"]
+    if outcome["failure"]:
+        raise ValueError(f"the environment failed: {outcome['failure']}")
+    return {"score": outcome["reward"], **outcome["numbers"]}
+
+
 def resolve(name: str, config: Config) -> Reward:
     """The reward of this name. Raises ConfigError when none has it."""
-    plain = {"gsm8k": gsm8k, "gsm8k_flexible": gsm8k_flexible, "exact": exact, "format": tagged}
+    plain = {
+        "gsm8k": gsm8k, "gsm8k_flexible": gsm8k_flexible, "exact": exact, "format": tagged, "environment": played
+    }  # fmt: skip
     if name in plain:
         return plain[name]
 

@@ -1,0 +1,190 @@
+"""The environments of a rollout: they open its prompts, reply to the policy's turns, and reward them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tlt_jax.config import Config
+from tlt_jax.config.schema import SUM
+from tlt_jax.data.conversation import Conversation
+from tlt_jax.data.prompt_format import Prompt
+from tlt_jax.data.tool_calls import format_of, parse_calls
+from tlt_jax.environments.pool import Environments
+from tlt_jax.environments.protocol import Call, Reply
+from tlt_jax.errors import DataError, EnvironmentsError
+from tlt_jax.keys import environment_seed
+from tlt_jax.rollout.recorder import Completion
+
+PAUSE_S = 2e-3  # between two looks at environments that open
+
+
+@dataclass
+class Played:
+    """What has happened between an environment and one answer."""
+
+    key: Hashable
+    last: np.ndarray | None = None  # the policy's last turn
+    waiting: tuple[str, list[Call]] | None = None  # a turn for an environment that still opens
+    rewards: list[float] = field(default_factory=list)
+    numbers: Counter = field(default_factory=Counter)
+    failure: str = ""
+
+
+class Play:
+    """The partner of one rollout, see rollout.dialogue: an environment for each answer of the local groups.
+
+    The seeds of environments depend on train.seed, `stream`, `step` and the prompt, so that all answers to a prompt begin
+    alike. An environment that fails ends its answer, which then has no score.
+    """
+
+    def __init__(
+        self, config: Config, pool: Environments, tokenizer: Any, samples: int, stream: int, step: int
+    ):
+        self.config, self.pool, self.tokenizer = config, pool, tokenizer
+        self.samples, self.stream, self.step = samples, stream, step
+        self.talk = Conversation(config, tokenizer, pool.schemas)
+        self.format = format_of(tokenizer) if pool.schemas else None
+        self.prompts: Sequence[Prompt] = ()
+        self.opened: list[Reply] = []
+        self.played: dict[int, Played] = {}
+        self.keys: dict[Hashable, int] = {}  # of live environments -> uid
+        self.ended: dict[int, np.ndarray | None] = {}
+
+    def open(
+        self, prompts: Sequence[Prompt]
+    ) -> list[Prompt]:
+        """The prompts with what their environments say first.
+
+        Raises EnvironmentsError when none opens, or one says more than a prompt may have.
+        """
+        self.prompts, found = prompts, {}
+        for index, prompt in enumerate(prompts):
+            self.begin(index * self.samples, prompt)
+        while len(found) < len(prompts):
+            found |= {self.keys[key] // self.samples: reply for key, reply in self.pool.news().items()}
+            time.sleep(PAUSE_S)
+        self.opened = [found[index] for index in range(len(prompts))]
+        if all(reply.failure for reply in self.opened):
+            first = self.opened[0]
+            raise EnvironmentsError(
+                f"no environment opened: {first.failure}: {first.detail or 'see above'}: correct environment.path or its data"
+            )
+        return [self.prompt(*pair) for pair in zip(prompts, self.opened, strict=True)]
+
+    def prompt(self, prompt: Prompt, opened: Reply) -> Prompt:
+        """A prompt with the messages of an environment after it; two of one role are joined."""
+        said = [dict(message) for message in opened.messages]
+        if not said:
+            return prompt
+        given = prompt.row["prompt"]
+        before = [{"role": "user", "content": given}] if isinstance(given, str) else [*given]
+        before = [message for message in before if message["content"]]
+        if before and before[-1]["role"] == said[0]["role"]:
+            last, first = before.pop(), said.pop(0)
+            joint = "\n" if self.config.data.chat_template else ""
+            said.insert(0, first | {"content": joint.join((last["content"], first["content"]))})
+        made, most = self.talk.opening([*before, *said], prompt.row), self.config.data.max_prompt_tokens
+        if len(made.tokens) > most:
+            raise EnvironmentsError(
+                f"the prompt of row {prompt.id} has {len(made.tokens)} tokens with what its environment says, and "
+                f"data.max_prompt_tokens is {most}: raise it"
+            )
+        return made
+
+    def begin(self, uid: int, prompt: Prompt) -> Played:
+        """Begins the environment of an answer."""
+        key = id(self), uid
+        self.keys[key] = uid
+        self.played[uid] = played = Played(key)
+        prompt_seed = self.stream, self.step, uid // self.samples
+        seed = environment_seed(self.config.train.seed, *prompt_seed)
+        self.pool.begin(key, prompt.row, seed)
+        return played
+
+    def hear(self, uid: int, turn: np.ndarray) -> None:
+        """As Partner.hear: the environment plays the turn."""
+        opened = self.opened[uid // self.samples]
+        played = self.played.get(uid)
+        if is_new := played is None:
+            played = self.begin(uid, self.prompts[uid // self.samples])
+        played.last = turn
+        if opened.failure:
+            played.failure = f"{opened.failure}: {opened.detail}"
+            self.end(uid)
+            return
+        text, calls = self.tokenizer.decode(turn, skip_special_tokens=True), []
+        if self.format is not None:
+            found, errors = parse_calls(self.tokenizer.decode(turn), self.format)
+            calls = [Call(*call) for call in found]
+            if errors and not calls:
+                played.numbers["malformed_calls"] += len(errors)
+                played.rewards.append(0.0)
+                if len(played.rewards) < self.config.environment.turns:
+                    self.reply(uid, [{"role": "user", "content": "; ".join(errors)}])
+                else:
+                    self.end(uid)
+                return
+        if is_new:
+            played.waiting = text, calls
+        else:
+            self.pool.act(played.key, text, calls)
+
+    def replies(self) -> dict[int, np.ndarray | None]:
+        """As Partner.replies."""
+        for key, reply in self.pool.news().items():
+            if (uid := self.keys.get(key)) is None:
+                continue
+            played = self.played[uid]
+            if reply.failure:
+                played.failure = f"{reply.failure}: {reply.detail}"
+                self.end(uid)
+            elif played.waiting:
+                if reply.messages != self.opened[uid // self.samples].messages:
+                    played.failure = "error: reset said something else with the same row and seed"
+                    self.end(uid)
+                    continue
+                (text, calls), played.waiting = played.waiting, None
+                self.pool.act(key, text, calls)
+            else:
+                played.rewards.append(reply.reward)
+                played.numbers.update(reply.info)
+                if reply.done:
+                    self.end(uid)
+                else:
+                    self.reply(uid, reply.messages)
+        found, self.ended = self.ended, {}
+        return found
+
+    def reply(self, uid: int, messages: Sequence[dict[str, Any]]) -> None:
+        """Lets the answer go on after these messages."""
+        try:
+            tokens = self.talk.continuation(self.played[uid].last, messages)
+        except DataError as error:
+            self.played[uid].failure = f"error: {error}"
+            self.end(uid)
+            return
+        self.ended[uid] = tokens if len(tokens) else None
+
+    def end(self, uid: int) -> None:
+        """Ends an answer."""
+        self.ended[uid] = None
+
+    def outcome(self, answer: Completion) -> dict[str, Any]:
+        """What the reward `environment` reads of an answer that has ended; its environment is closed."""
+        played = self.played.get(answer.uid) or Played(None)
+        self.pool.drop([played.key])
+        self.keys.pop(played.key, None)
+        rewards = played.rewards
+        total = sum(rewards) if self.config.environment.reward == SUM else sum(rewards[-1:])
+        numbers = {"turns": len(rewards), **played.numbers}
+        return {"reward": total, "failure": played.failure, "numbers": numbers, "rewards": rewards}
+
+    def close(self) -> None:
+        """Closes the environments that are left."""
+        self.pool.drop(self.keys)
