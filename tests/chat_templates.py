@@ -156,7 +156,7 @@ SMOLLM2 = (
 )
 PLAIN = (  # no token ends an answer
     "{%- for message in messages %}"
-    "{{- ('User: ' if message.role == 'user' else 'Bot: ') + message.content + '\\n' }}{% endfor %}"
+    "{{- ('User: ' if message.role == 'user' else 'Bot: ') + message.content + '\\n\\n' }}{% endfor %}"
     "{%- if add_generation_prompt %}{{- 'Bot: ' }}{% endif %}"
 )
 _HEADERS = ["<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>"]

@@ -177,17 +177,39 @@ def test_any_token_that_ends_an_answer_stands_for_the_end():
     assert written(make("llama3.1"), "add<|eom_id|>", [RIGHT]) == f"<|eot_id|>{after}"
 
 
-def test_the_token_that_begins_a_turn_may_end_the_answer():
+_FOR, _ASKS = "{% for m in messages %}", "{% endfor %}{% if add_generation_prompt %}"
+BARE = (
+    _FOR
+    + "{{ '[/INST]' if m.role == 'assistant' else '[INST]' }}{{ m.content }}"
+    + _ASKS
+    + "[/INST]{% endif %}"
+)
+HEADED = _FOR + "<|im_start|>{{ m.role }} {{ m.content }} " + _ASKS + "<|im_start|>bot {% endif %}"
+BLANK = _FOR + "<|im_start|>{{ m.content }} <|im_end|>" + _ASKS + "<|im_start|>{% endif %}"
+MIXED = (
+    _FOR
+    + "[INST]{{ m.content }}{% if loop.last %}<|im_end|>{% endif %}"
+    + _ASKS
+    + "[/INST]{% endif %}"
+)
+ODD = [  # template, answer, what follows it; the EOS is </s>
+    (BARE, "five[INST]", "Hi[/INST]"),  # the token that begins the next turn has ended this one
+    (BARE, "five", "[INST]Hi[/INST]"),
+    (BARE, "five</s>", "[INST]Hi[/INST]"),
+    (HEADED, "five</s>", " <|im_start|>user Hi <|im_start|>bot "),
+    (BLANK, "five<|im_end|>", "<|im_start|>Hi <|im_end|><|im_start|>"),
+    (BLANK, "five</s>", "<|im_start|>Hi <|im_end|><|im_start|>"),
+    (BLANK, "five ", " <|im_end|><|im_start|>Hi <|im_end|><|im_start|>"),
+    (MIXED, "five</s>", "[INST]Hi<|im_end|>[/INST]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "answer", "after"), ODD)
+def test_ends_of_odd_templates_are_written_once(template, answer, after):
     tokenizer = tokenizer_of("mistral")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ '[/INST] ' if m.role == 'assistant' else '[INST] ' }}{{ m.content }}"
-        "{% endfor %}{% if add_generation_prompt %}[/INST] {% endif %}"
-    )
+    tokenizer.chat_template = template
     conversation = Conversation(configure(), tokenizer)
-    after = written(conversation, "five[INST]", FIRST)
-    assert after == " What are two and three?[/INST] "
-    assert written(conversation, "five", FIRST) == f"[INST]{after}"
-    assert written(conversation, "five</s>", FIRST) == f"[INST]{after}"
+    assert written(conversation, answer, [{"role": "user", "content": "Hi"}]) == after
 
 
 def test_an_end_in_words_is_no_end():
@@ -200,11 +222,14 @@ def test_an_end_in_words_is_no_end():
 @pytest.mark.parametrize(
     ("stop", "answer", "missing"),
     [
-        ("\nUser:", "Five\nUser:", " Wrong.\nBot: "),
-        ("\nUser:", "Five\nUser: ", "Wrong.\nBot: "),  # the last token has more characters
-        ("User:", "Five\nUser:", " Wrong.\nBot: "),
-        ("\nUser:", "Five\n", "\nUser: Wrong.\nBot: "),  # cut
-        ("</answer>", "Five</answer>", "\nUser: Wrong.\nBot: "),
+        ("\nUser:", "Five\n\nUser:", " Wrong.\n\nBot: "),
+        ("\nUser:", "Five\n\nUser: ", "Wrong.\n\nBot: "),  # the last token has more characters
+        ("User:", "Five\n\nUser:", " Wrong.\n\nBot: "),
+        ("\n", "Five\n", "\nUser: Wrong.\n\nBot: "),
+        ("\n", "Five\n\n", "User: Wrong.\n\nBot: "),
+        ("\nUser:", "Five\n", "\n\nUser: Wrong.\n\nBot: "),  # cut
+        ("</answer>", "Five\n", "\n\nUser: Wrong.\n\nBot: "),
+        ("</answer>", "Five</answer>", "\n\nUser: Wrong.\n\nBot: "),
     ],
 )
 def test_a_stop_text_that_begins_the_next_turn_is_written_once(stop, answer, missing):

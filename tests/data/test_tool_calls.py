@@ -16,7 +16,7 @@ DECLARED = {
     "start_anchor": "<|im_start|>assistant\n",
     "fields": {
         "tool_calls": {
-            "open": "<call>",
+            "open_pattern": r"\s*<call>",
             "close": "</call>",
             "repeats": True,
             "content": "json",
@@ -24,6 +24,10 @@ DECLARED = {
         },
         "content": {"close": "<|im_end|>"},
     },
+}
+FLAT = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {"tool_calls": {"open": "<call>", "close": "</call>", "content": "json"}},
 }
 
 
@@ -48,6 +52,7 @@ GOOD = [
     (MISTRAL, "[1, 2]", 0),
     (DECLARED, f"Yes.<call>{call()}</call><call>{call()}</call><|im_end|>", 2),
     (DECLARED, "No.<|im_end|>", 0),
+    (FLAT, f"<call>{call()}</call>", 1),
 ]
 
 
@@ -62,6 +67,7 @@ BAD = [
     (HERMES, "<tool_call>{}</tool_call>", "not a JSON object"),
     (HERMES, '<tool_call>{"arguments": {}}</tool_call>', "has no name"),
     (HERMES, f"<tool_call>{call(name=3)}</tool_call>", "has no name"),
+    (HERMES, f"<tool_call>{call(name='')}</tool_call>", "has no name"),
     (HERMES, '<tool_call>{"name": "f"}</tool_call>', "arguments of 'f' are not a JSON object"),
     (HERMES, f"<tool_call>{call(arguments='{}')}</tool_call>", "arguments of 'add' are not"),
     (HERMES, f"<tool_call>{call()}", "does not end with </tool_call>"),

@@ -91,10 +91,8 @@ class Conversation:
         last, size = answer[-1:].tolist(), len(self.end)
         if size and tokens[:size] == self.end and self.ends.intersection(last):
             tokens = tokens[size:]
-        elif tokens[:1] == last and self.added.intersection(
-            last
-        ):  # the start of a turn ends this one
-            tokens = tokens[1:]
+        elif tokens[:1] == last and self.added.intersection(last):
+            tokens = tokens[1:]  # the start of a turn ends the one before
         elif said := self._said(answer, text):
             tokens = self._encode(text[said:])
         return np.asarray(tokens, np.int32)
@@ -146,7 +144,7 @@ class Conversation:
             (head.index(stop) + len(stop) for stop in self.config.rollout.stop if stop in head),
             default=HEAD + 1,
         )
-        said = self.tokenizer.decode(answer[-HEAD:].tolist(), skip_special_tokens=True)
+        said = self.tokenizer.decode(answer[-HEAD:].tolist())
         # The token that completes a stop text may have more characters.
         sizes = [size for size in range(least, len(head) + 1) if said.endswith(head[:size])]
         size = max(sizes, default=0)

@@ -16,10 +16,8 @@ OPEN, CLOSE, LIST, PYTHON = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|py
 THINK, THOUGHT = "<think>", "</think>"  # around a thought
 ARGUMENTS = ("arguments", "parameters")  # keys of a call
 MOST = 64  # calls of an answer: what is no JSON may be read to the end of the text for each
-LONGEST, PART = (
-    250_000,
-    512,
-)  # characters that the parser of a response_template gets, in all and at once
+# Characters that the parser of a response_template gets, in all and at once.
+LONGEST, PART = 250_000, 512
 BLANKS = " \t\r\n"
 
 Format = str | dict[str, Any]  # one of the three, or a response_template of transformers
