@@ -40,10 +40,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Tokenizes rows with the chat template, suffix and system message of the configuration."""
+    """Tokenizes rows with the chat template, suffix and system message of the configuration; `tools`: schemas, for it."""
 
     config: Config
     tokenizer: Any
+    tools: Sequence[dict[str, Any]] = ()
 
     def text(self, prompt: str | list[dict[str, str]]) -> str:
         """The prompt with suffix, system message and chat template; the suffix ends the last message of the user."""
@@ -58,8 +59,16 @@ class Encoder:
         if data.system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": data.system})
 
+        return self.render(messages)
+
+    def render(self, messages: Messages, asks: bool = True) -> str:
+        """The messages by the chat template, as they are; `asks`: to the start of the next answer. Raises TemplateError."""
         return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **data.chat_template_kwargs
+            messages,
+            tools=list(self.tools) or None,
+            tokenize=False,
+            add_generation_prompt=asks,
+            **self.config.data.chat_template_kwargs,
         )
 
     def prompts(self, rows: Sequence[dict[str, Any]]) -> list[Prompt]:
@@ -172,13 +181,13 @@ def describe_makers(found: Mapping[str, Any], given: Collection[str]) -> str:
     return "".join(f"; {part}" for part in parts)
 
 
-def encoder(config: Config, tokenizer: Any) -> Encoder:
+def encoder(config: Config, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> Encoder:
     """The encoder of a configuration. Raises DataError when the tokenizer has no chat template that it needs."""
     if config.data.chat_template and not tokenizer.chat_template:
         raise DataError(
             "data.chat_template is true, but the tokenizer has no chat template: set it to false"
         )
-    return Encoder(config, tokenizer)
+    return Encoder(config, tokenizer, tools)
 
 
 def describe(config: Config) -> str:
