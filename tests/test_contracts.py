@@ -48,7 +48,9 @@ def test_few_files_are_next_to_the_packages():
     assert len(files) <= MODULES, files
 
 
-@pytest.mark.parametrize("module", ["tuner.make", "config.load", "cli", "rewards", "metrics"])
+@pytest.mark.parametrize(
+    "module", ["tuner.make", "config.load", "cli", "rewards", "environments", "metrics"]
+)
 def test_importing_what_needs_no_jax_starts_none(module):
     """The linter does not see that importing a module runs its package's __init__."""
     code = f"import sys, tlt_jax.{module}; sys.exit('jax' in sys.modules)"

@@ -15,12 +15,12 @@ from tlt_jax.config.schema import Config
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
 MOST = {
-    "lines of the package": 40_390,
-    "modules of the package": 190,
-    "lines of tests": 36_350,
+    "lines of the package": 41_490,
+    "modules of the package": 191,
+    "lines of tests": 37_320,
     "lines of benchmarks": 2_970,
     "words of pages": 30_850,
-    "knobs": 113,
+    "knobs": 121,
 }
 
 

@@ -34,6 +34,10 @@ class RewardError(UserError, ValueError):
     """Rewards that cannot be loaded or run."""
 
 
+class EnvironmentsError(UserError, ValueError):
+    """Environments or tools that cannot be loaded or run, or that break their protocol."""
+
+
 class CheckpointError(UserError, RuntimeError):
     """A checkpoint that is missing, damaged or does not match the run."""
 

@@ -15,8 +15,9 @@ import pytest
 
 from tlt_jax.config import Config
 from tlt_jax.config.schema import REWARDS, Reward
+from tlt_jax.distributed import workers
 from tlt_jax.errors import RewardError
-from tlt_jax.rewards import Score, Scorer, scorer as scorer_module, terms, worker
+from tlt_jax.rewards import Score, Scorer, scorer as scorer_module, terms
 
 USER_REWARD = """
 import ctypes, os, resource, subprocess, sys, time
@@ -341,7 +342,7 @@ def test_a_reward_that_cannot_be_loaded_stops_at_start(user_module, name, part):
 
 def test_the_page_on_rewards_names_all_terms_and_variables():
     page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
-    assert [word for word in (*REWARDS, *worker.PASSED) if f"`{word}`" not in page] == []
+    assert [word for word in (*REWARDS, *workers.PASSED) if f"`{word}`" not in page] == []
 
 
 def test_rewards_that_make_no_sense_are_refused():

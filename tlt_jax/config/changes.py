@@ -14,9 +14,10 @@ from tlt_jax.errors import ConfigError
 FREE = ("run", "override", "model.remat", "mesh.", "log.", "profile.", "processes.", "eval.", "checkpoint.", "speculation.",
         "idle_training.", "drafter_training.share", "drafter_training.shelf", "rollout.slots",
         "rollout.chunk", "rollout.compile_cache", "sft.cache", "reward.workers",
-        "reward.environment", "train.steps", "train.epochs")  # fmt: skip
+        "reward.environment", "environment.workers", "train.steps", "train.epochs")  # fmt: skip
 # Knobs that a resumed run may change with --override: they affect later steps.
 OVERRIDABLE = ("optim.", "algorithm.", "reward.terms", "reward.timeout_s", "reward.failure_score", "reward.overlong_",
+               "environment.path", "environment.args", "environment.t", "environment.reward",
                "rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.max_new_tokens", "rollout.stop",
                "rollout.max_prompts", "train.row_tokens", "train.rows", "drafter_training.steps",
                "drafter_training.learning_rate")  # fmt: skip
@@ -24,7 +25,8 @@ LENGTH = ("train.steps", "train.epochs")
 EVALUATION = "eval."  # knobs that may always change, and whose changes are named and recorded
 # Knobs without whose values two evaluations cannot be compared.
 JUDGING = ("eval.prompts", "eval.samples", "eval.temperature", "eval.top_", "eval.max_new_tokens", "eval.correct_at",
-           "reward.terms", "reward.timeout_s", "reward.failure_score", "rollout.max_new_tokens", "rollout.stop")  # fmt: skip
+           "reward.terms", "reward.timeout_s", "reward.failure_score", "environment.path", "environment.args",
+           "environment.t", "environment.reward", "rollout.max_new_tokens", "rollout.stop")  # fmt: skip
 SHOWN, WIDTH = 4, 60  # changes that an error names, and characters of a value
 
 

@@ -223,7 +223,7 @@ def value_of(name: str, value: Any, takes_functions: bool = False) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, list | tuple):
-        return [value_of(name, one) for one in value]
+        return [value_of(name, one, takes_functions) for one in value]
     if isinstance(value, Mapping):
         found = {}
         for key, one in value.items():

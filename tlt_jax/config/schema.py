@@ -23,6 +23,9 @@ REWARDS = (
     "task", "environment", "math", "math_flexible", "gsm8k", "gsm8k_flexible", "exact", "format"
 )  # fmt: skip
 DROP = "drop"  # value of data.duplicates
+SUM, LAST = "sum", "last"  # values of environment.reward
+# Values of environment.path, before a colon, that are no modules: libraries with an adapter.
+TEXTARENA, REASONING_GYM = "textarena", "reasoning_gym"
 NGRAM, ADAPTIVE = "ngram", "adaptive"  # values of speculation.drafter; any other one is a directory
 PPO, GSPO, CISPO = "ppo", "gspo", "cispo"  # values of algorithm.loss
 REINFORCE_PP = "reinforce_pp"  # value of algorithm.advantage
@@ -116,8 +119,9 @@ class Mesh:
 class Data:
     task: str = knob(
         "fold",
-        "generated task, used when data.train is empty: fold: digits, for a new policy | "
-        "word_problems: arithmetic in sentences, for any tokenizer | module:function, which returns your Task",
+        "generated task, used when data.train is empty: fold: digits, for a new policy | guess: numbers to guess in several "
+        "turns, for a new policy | word_problems: arithmetic in sentences, for any tokenizer | module:function, which returns "
+        "your Task",
         or_own=True,
     )
     task_args: dict[str, Any] = knob({}, "arguments of the generated task (difficulty)")
@@ -269,6 +273,41 @@ class Reward:
     environment: list[str] = knob(
         [],
         "environment variables to pass to scoring processes, in addition to PATH, HOME, PYTHON*, LC_* and similar",
+    )
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What answers the policy's turns; without `path` and `tools` an answer is one turn."""
+
+    path: str = knob(
+        "",
+        "module:name of a class, or of a function that makes one environment, or textarena:GAME-ID (extra games), or "
+        "reasoning_gym:NAME (extra reasoning); empty: none",
+        or_own=True,
+    )
+    args: dict[str, Any] = knob({}, "keyword arguments of environment.path")
+    tools: list[str] = knob(
+        [],
+        "module:function of functions that the policy may call, with type hints and a docstring that describes the arguments",
+        or_own=True,
+    )
+    turns: int = knob(8, "most turns of an answer", at_least=1)
+    turn_tokens: int = knob(
+        0, "most tokens of a turn of the policy; 0: no limit but rollout.max_new_tokens", at_least=0
+    )
+    timeout_s: float = knob(
+        30.0, "time limit in seconds of each start and step of an environment", above=0
+    )
+    workers: int = knob(
+        0,
+        "processes that run environments; 0: one for each core of the host, at least 2 and at most 4",
+        at_least=0,
+    )
+    reward: str = knob(
+        SUM,
+        "reward of an answer. sum: of the rewards of its turns | last: that of its last turn",
+        one_of=(SUM, LAST),
     )
 
 
@@ -544,6 +583,7 @@ class Config:
     rollout: Rollout = section(Rollout)
     speculation: Speculation = section(Speculation)
     reward: Reward = section(Reward)
+    environment: Environment = section(Environment)
     algorithm: Algorithm = section(Algorithm)
     optim: Optim = section(Optim)
     train: Train = section(Train)

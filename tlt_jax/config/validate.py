@@ -17,9 +17,11 @@ from tlt_jax.config.schema import (
     GSPO,
     NONE,
     PPO,
+    REASONING_GYM,
     REINFORCE_PP,
     REWARD,
     REWARDS,
+    TEXTARENA,
     TOKEN,
     Algorithm,
     Config,
@@ -67,6 +69,7 @@ def validate(config: Config) -> None:
     """Raises ConfigError for knobs that conflict, without knowing devices and model."""
     validate_data_and_steps(config)
     validate_algorithm(config.algorithm, config.rollout.samples, config.model.compute_dtype)
+    validate_environment(config)
     validate_shapes(config)
     profile_steps(config)
 
@@ -176,6 +179,34 @@ def validate_data_and_steps(config: Config) -> Iterator[str]:
         yield (
             f"train.epochs {train.epochs} with rollout.max_prompts {rollout.max_prompts}: how many prompts a step takes is not "
             "known before, so neither is the number of steps: set train.steps"
+        )
+
+
+@refusing
+def validate_environment(config: Config) -> Iterator[str]:
+    """Raises ConfigError for environments and tools that no worker could import, and for knobs without effect."""
+    knobs, longest = config.environment, config.rollout.max_new_tokens
+    library, _, name = knobs.path.partition(":")
+    is_known = library in (TEXTARENA, REASONING_GYM) and name
+    for knob, one in [("path", knobs.path), *(("tools", tool) for tool in knobs.tools)]:
+        if one.startswith(f"{extension.LOCAL}:"):
+            yield (
+                f"environment.{knob} {one!r} is a function or class of a notebook or script, which other processes cannot "
+                "import: put it in a module"
+            )
+        if (
+            not extension.is_own(one)
+            and (one or knob == "tools")
+            and not (knob == "path" and is_known)
+        ):
+            others = f", {TEXTARENA}:GAME-ID or {REASONING_GYM}:NAME" * (knob == "path")
+            yield f"environment.{knob} {one!r} is not known: use module:name{others}"
+    if knobs.args and not knobs.path:
+        yield f"environment.args {knobs.args} without environment.path: set it, or remove the arguments"
+    if knobs.turn_tokens > longest:
+        yield (
+            f"environment.turn_tokens {knobs.turn_tokens} is more than an answer has, rollout.max_new_tokens {longest}: use "
+            "less, or 0"
         )
 
 

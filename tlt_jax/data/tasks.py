@@ -221,6 +221,7 @@ def _row(name: str, numbers: Arithmetic, words: list[int]) -> Row:
 
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+LEAST_GUESSED = 8  # the smallest `largest` of Guess; with fewer bounds a split could be empty
 SMALLEST_SPACE = 64  # with fewer lists of one length a split could be empty
 
 
@@ -345,8 +346,63 @@ class Fold:
         return digits, lengths
 
 
+@dataclass(frozen=True)
+class GuessRow(Row):
+    """A number to guess, `answer`, and its bounds."""
+
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Numbers to guess in several turns, within two bounds from 1 to `largest`: "guess 3-8:".
+
+    For tlt_jax.environments.games:GuessNumber, which answers guesses; its reward counts, and `verify` knows the last turn
+    alone. A solution is any number up to `largest`: a policy that imitates them guesses without reading, and RL discovers
+    the bounds. A hash of its bounds assigns a problem to training or evaluation. Raises ConfigError for a `largest` out of
+    range.
+    """
+
+    largest: int = 9
+
+    def __post_init__(self):
+        if not LEAST_GUESSED <= self.largest < 10**9:
+            raise ConfigError(
+                f"data.task_args.largest {self.largest} is below {LEAST_GUESSED} or has more than 9 digits: change it"
+            )
+
+    def rows(self, seed: int, indices: Sequence[int], split: str) -> list[GuessRow]:
+        """The problems of these indices; each depends only on (seed, index, split)."""
+        keys = row_keys(seed, np.asarray(indices, np.uint64), split)
+        return [self._row(*job, split) for job in zip(indices, keys, strict=True)]
+
+    def verify(self, completion: str, answer: str) -> float:
+        """1 when a completion is the number, else 0."""
+        return float(completion.strip() == answer)
+
+    def longest_row(self) -> GuessRow:
+        """A row with the longest prompt and solution of the task."""
+        most = str(self.largest)
+        return GuessRow("longest", f"guess {most}-{most}:", most, most, self.largest, self.largest)
+
+    def tokenizer(self):
+        """A transformers fast tokenizer with one token per character of the game."""
+        return character_tokenizer(["Ġ", "-", ":", *DIGITS[:10], *"eghilnorstuw"])
+
+    def _row(self, index: int, key: np.uint64, split: str) -> GuessRow:
+        for attempt in count():
+            counters = np.uint64(4 * attempt) + np.arange(4, dtype=np.uint64)
+            *ends, place, guess = (mix(key + counters) >> np.uint64(33)).tolist()
+            low, high = sorted(1 + end % self.largest for end in ends)
+            if is_eval(np.array([[low, high]]), np.array([2]))[0] == (split == "eval"):
+                number, solution = low + place % (high - low + 1), 1 + guess % self.largest
+                prompt = f"guess {low}-{high}:"
+                return GuessRow(f"{split}-{index}", prompt, str(solution), str(number), low, high)
+
+
 METHODS = ("rows", "verify", "longest_row", "tokenizer")
-TASKS = {"fold": Fold, "word_problems": WordProblems}
+TASKS = {"fold": Fold, "word_problems": WordProblems, "guess": Guess}
 
 
 def make(name: str, args: dict[str, Any]) -> Task:

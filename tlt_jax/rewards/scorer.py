@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
 import os
 import pickle
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -20,17 +17,14 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from tlt_jax.config import Config
-from tlt_jax.distributed.process import processors
+from tlt_jax.distributed import workers as processes
+from tlt_jax.distributed.workers import LONGEST, MAX_FAILED_STARTS, START_S
 from tlt_jax.errors import RewardError
 from tlt_jax.rewards import terms
-from tlt_jax.rewards.worker import environment, start_thread
+from tlt_jax.rewards.worker import start_thread
 
-START_S = 120.0  # seconds a worker may take to import its rewards
-LONGEST = 2**20  # most bytes of a worker's message
-MAX_FAILED_STARTS = 5
 # Reward terms, with verl's names: the penalty, and whether there is one.
 PENALTY, IS_PENALIZED = "overlong_reward", "overlong"
-FEWEST, MOST = 2, 4  # scoring processes of reward.workers 0: one for each core, within these
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +61,7 @@ def workers(config: Config, is_local: bool = False) -> int:
     """The scoring processes of a run's process: reward.workers, or by the cores that this process may use; one local thread."""
     if config.reward.workers:
         return config.reward.workers
-    cores = len(processors())
-    return 1 if is_local else min(max(cores, FEWEST), MOST)
+    return 1 if is_local else processes.by_cores()
 
 
 class Scorer:
@@ -195,26 +188,13 @@ class Scorer:
             raise RuntimeError("the scoring thread died: its error is printed above")
 
     def _start(self) -> Worker:
-        """A new worker: a fresh interpreter, since multiprocessing's spawn would import the caller's main module.
-
-        Or a thread, for rewards that only this process has.
-        """
-        ours, theirs = Pipe()
+        """A new worker: a process, or a thread for rewards that only this process has."""
+        deadline = time.monotonic() + START_S
         if self._is_local:
-            thread = start_thread(theirs, self.config)
-            return Worker(thread, ours, time.monotonic() + START_S)
-        ours.send(self.config)
-        with theirs:
-            descriptors = theirs.fileno(), self._alive[0]
-            code = f"from tlt_jax.rewards import worker; worker.main{descriptors}"
-            process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                env=environment(self.config.reward.environment),
-                stdin=subprocess.DEVNULL,
-                pass_fds=descriptors,
-                process_group=0,  # so that processes started by a reward are killed with it
-            )
-        return Worker(process, ours, time.monotonic() + START_S)
+            ours, theirs = Pipe()
+            return Worker(start_thread(theirs, self.config), ours, deadline)
+        process, pipe = processes.start("tlt_jax.rewards.worker", self.config, self._alive[0])
+        return Worker(process, pipe, deadline)
 
     def _serve(self) -> None:
         """The scoring thread: assigns jobs to idle workers and receives results until `close` or a fatal error."""
@@ -287,7 +267,7 @@ class Scorer:
         start MAX_FAILED_STARTS times in a row are a fatal error.
         """
         code = _end(worker, grace_s=1.0 if failure == "crash" else 0.0)
-        detail = f"the worker died of {f'signal {-code}' if code < 0 else f'exit code {code}'}"
+        detail = processes.cause(code)
         if failure == "timeout":
             detail = f"no answer after {self.config.reward.timeout_s if worker.is_ready else START_S:g} s"
 
@@ -360,12 +340,9 @@ def _end(worker: Worker, grace_s: float = 0.0) -> int:
     if isinstance(worker.process, threading.Thread):
         worker.pipe.close()
         return 0
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        worker.process.wait(grace_s)
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # the process group is gone
-        os.killpg(worker.process.pid, signal.SIGKILL)
+    code = processes.end(worker.process, grace_s)
     worker.pipe.close()
-    return worker.process.wait()
+    return code
 
 
 def penalty(length: int, longest: int, buffer: int, factor: float) -> float:
