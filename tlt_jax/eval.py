@@ -16,6 +16,7 @@ from tlt_jax.config.schema import ADAPTIVE, NGRAM
 from tlt_jax.data import dataset as datasets, prompt_format
 from tlt_jax.data.dataset import EVAL, TRAIN, Dataset
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.environments.pool import Environments
 from tlt_jax.errors import ConfigError, UserError
 from tlt_jax.metrics import evaluations
 from tlt_jax.metrics.evaluations import KINDS, Record, Row
@@ -24,6 +25,7 @@ from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.rewards import Scorer
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.train import run_state
+from tlt_jax.train.environment import environments
 from tlt_jax.train.evaluation import Evaluator
 
 COMMAND = "python -m tlt_jax.eval"
@@ -67,8 +69,8 @@ def main() -> int:
     config = replace(config, eval=replace(config.eval, samples=samples))
     with cli.prepared(config):
         validate.validate_rewards(config)
-        with Scorer(config) as scorer:
-            evaluate(config, asked, scorer)
+        with Scorer(config) as scorer, environments(config) as pool:
+            evaluate(config, asked, scorer, pool)
     return 0
 
 
@@ -90,7 +92,7 @@ def take(arguments: list[str]) -> Asked:
     return Asked(step, splits or [EVAL], ks, out)
 
 
-def evaluate(config: Config, asked: Asked, scorer: Scorer) -> None:
+def evaluate(config: Config, asked: Asked, scorer: Scorer, pool: Environments | None) -> None:
     """Evaluates each split, after saying what is evaluated; prints the metrics, and keeps the answers."""
     tokenizer = datasets.tokenizer(config)
     dataset = datasets.load(config, tokenizer)
@@ -113,7 +115,7 @@ def evaluate(config: Config, asked: Asked, scorer: Scorer) -> None:
     adapters = lora.chosen(config.model.lora, model) if asked.step else None
     engine = Engine(config, model, mesh, stops, drafter, lora=adapters)
     published = engine.publish(params, drafter_params)
-    evaluator = Evaluator(config, engine, dataset, tokenizer, scorer)
+    evaluator = Evaluator(config, engine, dataset, tokenizer, scorer, pool)
     for split in asked.splits:
         found = evaluator.evaluate(published, split=split, ks=asked.ks)
         named = {"split": split} if asked.splits != [EVAL] else {}

@@ -201,6 +201,13 @@ def validate_environment(config: Config) -> Iterator[str]:
         ):
             others = f", {TEXTARENA}:GAME-ID or {REASONING_GYM}:NAME" * (knob == "path")
             yield f"environment.{knob} {one!r} is not known: use module:name{others}"
+    is_used = knobs.path or knobs.tools
+    if is_used and config.rollout.deterministic:
+        yield (
+            "rollout.deterministic with an environment: what is decoded together depends on when it replies: set it to false"
+        )
+    if "environment" in config.reward.terms and not is_used:
+        yield "reward.terms names 'environment', and environment.path and environment.tools are empty: set one of them"
     if knobs.args and not knobs.path:
         yield f"environment.args {knobs.args} without environment.path: set it, or remove the arguments"
     if knobs.turn_tokens > longest:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,27 @@ from tlt_jax.data.conversation import Conversation
 from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.data.tool_calls import format_of, parse_calls
 from tlt_jax.environments.pool import Environments
-from tlt_jax.environments.protocol import Call, Reply
+from tlt_jax.environments.protocol import TOOL_ERRORS, Call, Reply
 from tlt_jax.errors import DataError, EnvironmentsError
 from tlt_jax.keys import environment_seed
 from tlt_jax.rollout.recorder import Completion
 
 PAUSE_S = 2e-3  # between two looks at environments that open
+
+
+def are_used(config: Config) -> bool:
+    """Whether answers have several turns: with environments or tools."""
+    return bool(config.environment.path or config.environment.tools)
+
+
+@contextmanager
+def environments(config: Config) -> Iterator[Environments | None]:
+    """Context of the environments of a process; None without any."""
+    if not are_used(config):
+        yield None
+        return
+    with Environments(config) as pool:
+        yield pool
 
 
 @dataclass
@@ -32,19 +47,30 @@ class Played:
     last: np.ndarray | None = None  # the policy's last turn
     waiting: tuple[str, list[Call]] | None = None  # a turn for an environment that still opens
     rewards: list[float] = field(default_factory=list)
-    numbers: Counter = field(default_factory=Counter)
+    numbers: dict[str, float] = field(default_factory=dict)  # the last of each; of errors the sum
     failure: str = ""
+
+    def add(self, numbers: Mapping[str, float]) -> None:
+        """Adds the numbers of a turn."""
+        errors = self.numbers.get(TOOL_ERRORS, 0) + numbers.get(TOOL_ERRORS, 0)
+        self.numbers |= {**numbers, **({TOOL_ERRORS: errors} if errors else {})}
 
 
 class Play:
     """The partner of one rollout, see rollout.dialogue: an environment for each answer of the local groups.
 
-    The seeds of environments depend on train.seed, `stream`, `step` and the prompt, so that all answers to a prompt begin
-    alike. An environment that fails ends its answer, which then has no score.
+    A context manager. The seeds of environments depend on train.seed, `stream`, `step` and the prompt, so that all answers to
+    a prompt begin alike. An environment that fails ends its answer, which then has no score.
     """
 
     def __init__(
-        self, config: Config, pool: Environments, tokenizer: Any, samples: int, stream: int, step: int
+        self,
+        config: Config,
+        pool: Environments,
+        tokenizer: Any,
+        samples: int,
+        stream: int,
+        step: int,
     ):
         self.config, self.pool, self.tokenizer = config, pool, tokenizer
         self.samples, self.stream, self.step = samples, stream, step
@@ -56,9 +82,7 @@ class Play:
         self.keys: dict[Hashable, int] = {}  # of live environments -> uid
         self.ended: dict[int, np.ndarray | None] = {}
 
-    def open(
-        self, prompts: Sequence[Prompt]
-    ) -> list[Prompt]:
+    def open(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts with what their environments say first.
 
         Raises EnvironmentsError when none opens, or one says more than a prompt may have.
@@ -67,7 +91,9 @@ class Play:
         for index, prompt in enumerate(prompts):
             self.begin(index * self.samples, prompt)
         while len(found) < len(prompts):
-            found |= {self.keys[key] // self.samples: reply for key, reply in self.pool.news().items()}
+            found |= {
+                self.keys[key] // self.samples: reply for key, reply in self.pool.news().items()
+            }
             time.sleep(PAUSE_S)
         self.opened = [found[index] for index in range(len(prompts))]
         if all(reply.failure for reply in self.opened):
@@ -89,7 +115,10 @@ class Play:
             last, first = before.pop(), said.pop(0)
             joint = "\n" if self.config.data.chat_template else ""
             said.insert(0, first | {"content": joint.join((last["content"], first["content"]))})
-        made, most = self.talk.opening([*before, *said], prompt.row), self.config.data.max_prompt_tokens
+        made, most = (
+            self.talk.opening([*before, *said], prompt.row),
+            self.config.data.max_prompt_tokens,
+        )
         if len(made.tokens) > most:
             raise EnvironmentsError(
                 f"the prompt of row {prompt.id} has {len(made.tokens)} tokens with what its environment says, and "
@@ -123,7 +152,7 @@ class Play:
             found, errors = parse_calls(self.tokenizer.decode(turn), self.format)
             calls = [Call(*call) for call in found]
             if errors and not calls:
-                played.numbers["malformed_calls"] += len(errors)
+                played.add({TOOL_ERRORS: len(errors)})
                 played.rewards.append(0.0)
                 if len(played.rewards) < self.config.environment.turns:
                     self.reply(uid, [{"role": "user", "content": "; ".join(errors)}])
@@ -153,7 +182,7 @@ class Play:
                 self.pool.act(key, text, calls)
             else:
                 played.rewards.append(reply.reward)
-                played.numbers.update(reply.info)
+                played.add(reply.info)
                 if reply.done:
                     self.end(uid)
                 else:
@@ -182,9 +211,12 @@ class Play:
         self.keys.pop(played.key, None)
         rewards = played.rewards
         total = sum(rewards) if self.config.environment.reward == SUM else sum(rewards[-1:])
-        numbers = {"turns": len(rewards), **played.numbers}
+        numbers = played.numbers | {"turns": len(rewards)}
         return {"reward": total, "failure": played.failure, "numbers": numbers, "rewards": rewards}
 
-    def close(self) -> None:
+    def __enter__(self) -> Play:
+        return self
+
+    def __exit__(self, *_) -> None:
         """Closes the environments that are left."""
         self.pool.drop(self.keys)

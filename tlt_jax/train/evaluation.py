@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +16,7 @@ from tlt_jax.config.schema import is_at_least
 from tlt_jax.data.dataset import EVAL, Dataset
 from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.distributed.job import Job
+from tlt_jax.environments.pool import Environments
 from tlt_jax.errors import ConfigError, Interrupted
 from tlt_jax.keys import EVAL_STREAM
 from tlt_jax.metrics.evaluations import Record
@@ -22,6 +24,7 @@ from tlt_jax.rewards import Score, Scorer
 from tlt_jax.rollout import exchange
 from tlt_jax.rollout.recorder import LENGTH, Completion
 from tlt_jax.spec_decode.interface import Sampling
+from tlt_jax.train.environment import Play
 from tlt_jax.tuner.interface import EVALUATION, TRAINING, State as TunerState
 
 if TYPE_CHECKING:
@@ -48,6 +51,7 @@ class Evaluator:
     dataset: Dataset
     tokenizer: Any
     scorer: Scorer
+    pool: Environments | None = None
 
     def evaluate(
         self,
@@ -70,8 +74,15 @@ class Evaluator:
                 f"the split {split} is empty: set data.eval_size above 0, or data.eval"
             )
 
+        play = None
+        if self.pool:
+            play = Play(self.config, self.pool, self.tokenizer, settings.samples, EVAL_STREAM, 0)
+            prompts = play.open(prompts)
+
         def finished(answer: Completion) -> None:
-            texts[answer.uid] = submit(self.scorer, self.tokenizer, prompts[answer.prompt], answer)
+            texts[answer.uid] = submit(
+                self.scorer, self.tokenizer, prompts[answer.prompt], answer, play
+            )
 
         tuner = engine.tuner.switched(engine.tuner.init() if tuner is None else tuner, EVALUATION)
         request = engine.request(
@@ -83,9 +94,11 @@ class Evaluator:
             step=0,
             rollouts_left=evaluations_left,
         )
-        rollout, learned = engine.run(
-            request, weights, tuner, on_finish=finished, interrupted=interrupted, wanted=exchange.nothing
-        )  # fmt: skip
+        with play or nullcontext():
+            rollout, learned = engine.run(
+                request, weights, tuner, on_finish=finished, interrupted=interrupted, wanted=exchange.nothing,
+                partner=play, turn_tokens=self.config.environment.turn_tokens,
+            )  # fmt: skip
         scores = collected(engine.job, self.scorer, interrupted or (lambda: False))
         texts, answers = told_first(engine.job, texts), []
         if engine.job.is_first:
@@ -137,10 +150,16 @@ def told_first(job: Job, told: dict[int, Any]) -> dict[int, Any]:
     return {uid: one for part in parts for uid, one in json.loads(part)}
 
 
-def submit(scorer: Scorer, tokenizer: Any, prompt: Prompt, answer: Completion) -> str:
-    """Submits an answer to the scorer under its uid; returns its text, without special tokens."""
+def submit(
+    scorer: Scorer, tokenizer: Any, prompt: Prompt, answer: Completion, play: Play | None = None
+) -> str:
+    """Submits an answer to the scorer under its uid; returns its text, without special tokens.
+
+    Of an environment the row has the outcome of the answer as `environment`.
+    """
     text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
-    scorer.submit(answer.uid, prompt.text, text, prompt.row)
+    outcome = {"environment": play.outcome(answer)} if play else {}
+    scorer.submit(answer.uid, prompt.text, text, prompt.row | outcome)
     return text
 
 

@@ -15,12 +15,14 @@ from tlt_jax.data import prompt_format
 from tlt_jax.distributed.job import Job
 from tlt_jax.distributed.process import Preemption
 from tlt_jax.distributed.watch import Watch
+from tlt_jax.environments.pool import Environments
 from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import NoWriter, Writer
 from tlt_jax.metrics.run import open_run
 from tlt_jax.models import from_config, hf
 from tlt_jax.rewards import Scorer
 from tlt_jax.train import health, run_state, setup as setups, startup
+from tlt_jax.train.environment import environments
 from tlt_jax.train.setup import frozen
 from tlt_jax.train.startup import TrainingRun
 from tlt_jax.train.step_metrics import Profiler, Stopwatch
@@ -51,6 +53,7 @@ def train(config: Config, watching: Watch | None = None) -> int:
             evaluation=run_folder.evaluation(config),
         ) as store,
         Scorer(config) as scorer,
+        environments(config) as pool,
     ):
         watching.alive("resume")
         if setup.job.decided(startup.is_finished(config, store, run.steps)):
@@ -65,7 +68,7 @@ def train(config: Config, watching: Watch | None = None) -> int:
             return preempted()
 
         try:
-            with started(run, store, scorer, watching, interrupted) as trainer:
+            with started(run, store, scorer, pool, watching, interrupted) as trainer:
                 while (code := trainer.step()) is None:
                     pass
         except Interrupted:  # of the warm start: a step saves its state, and returns the code
@@ -87,6 +90,7 @@ def started(
     run: TrainingRun,
     store: Store,
     scorer: Scorer,
+    pool: Environments | None,
     watching: Watch,
     interrupted: Callable[[], bool],
 ) -> Iterator[Trainer]:
@@ -123,7 +127,8 @@ def started(
         source = run_folder.start_of(store.identity)
         start = frozen(run, policy, source)
         trainer = Trainer(
-            run, programs, start, store, scorer, writer, watch, profiler, interrupted, state, resumed, evaluates
+            run, programs, start, store, scorer, writer, watch, profiler, interrupted, state, resumed, evaluates,
+            pool,
         )  # fmt: skip
         del state, policy  # the trainer replaces them: nothing else may hold their arrays
         watch.lap()  # the seconds of the start belong to no step

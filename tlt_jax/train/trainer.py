@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +16,9 @@ from tlt_jax import run_folder
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
 from tlt_jax.data.dataset import Prompt
+from tlt_jax.environments.pool import Environments
 from tlt_jax.errors import Interrupted
+from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.metrics import Writer, evaluations
 from tlt_jax.models import lora
 from tlt_jax.models.architecture import Params
@@ -35,6 +38,7 @@ from tlt_jax.train import (
 from tlt_jax.train.adaptive import Learned
 from tlt_jax.train.batch import Batch
 from tlt_jax.train.dynamic_sampling import DynamicSampling
+from tlt_jax.train.environment import Play
 from tlt_jax.train.evaluation import Evaluator
 from tlt_jax.train.health import Health
 from tlt_jax.train.policy_update import PolicyState, UpdatePrograms
@@ -79,13 +83,15 @@ class Trainer:
     state: RunState
     resumed: int | None = None
     evaluates_resumed: bool = False
+    pool: Environments | None = None
     evaluator: Evaluator = field(init=False)
     sampling: DynamicSampling = field(init=False)
     health: Health = field(init=False)
 
     def __post_init__(self):
         run = self.run
-        self.evaluator = Evaluator(run.config, run.engine, run.dataset, run.tokenizer, self.scorer)
+        parts = run.config, run.engine, run.dataset, run.tokenizer, self.scorer, self.pool
+        self.evaluator = Evaluator(*parts)
         self.health, self.sampling = Health(run.config), DynamicSampling(run.config, self.scorer)
         if words := health.filtered(run.config):
             self.writer.say(words)
@@ -177,15 +183,20 @@ class Trainer:
         self.profiler.enter(state.step + 1)
         told = {}
         prompts = dynamic_sampling.window(config, self.run.dataset, state.step, state.position)
+        play = None
+        if self.pool:
+            sizes = config.rollout.samples, TRAIN_STREAM, state.step
+            play = Play(config, self.pool, self.run.tokenizer, *sizes)
 
         def finished(answer: Completion) -> None:
             prompt = prompts[answer.prompt]
             self.sampling.lengths[answer.uid] = len(answer.tokens)
-            text = evaluation.submit(self.scorer, self.run.tokenizer, prompt, answer)
+            text = evaluation.submit(self.scorer, self.run.tokenizer, prompt, answer, play)
             told[answer.uid] = text, float(np.sum(answer.logprobs, dtype=np.float64))
 
-        with self.watch.phase("rollout"):
+        with self.watch.phase("rollout"), play or nullcontext():
             run, background = self.run, {}
+            prompts = play.open(prompts) if play else prompts
             request = run.request(prompts, state.step)
             wanted = partial(batches.needed, config, prompts, run.engine.local_groups)
             if run.drafter:
@@ -195,7 +206,8 @@ class Trainer:
             began = self.watch.clock()
             result, tuner = run.engine.run(
                 request, weights, state.tuner, on_finish=finished,
-                interrupted=self.interrupted, wanted=wanted, **background, **self.sampling.arguments(),
+                interrupted=self.interrupted, wanted=wanted, partner=play,
+                turn_tokens=config.environment.turn_tokens, **background, **self.sampling.arguments(),
             )  # fmt: skip
         return Rolled(prompts, result, tuner, told, began)
 
