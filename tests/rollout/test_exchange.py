@@ -30,7 +30,11 @@ def result():
     decisions = [replace(one, joining=(3, 1)) for one in found.decisions]
     random = np.random.default_rng(0)
     recorded = [
-        replace(one, record=random.integers(0, 9, (4 + len(one.tokens), 6), np.uint8))
+        replace(
+            one,
+            record=random.integers(0, 9, (4 + len(one.tokens), 6), np.uint8),
+            replies=((0, 1),) * (one.uid % 2),
+        )
         for one in found.completions
     ]
     return replace(

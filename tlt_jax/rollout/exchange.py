@@ -31,6 +31,7 @@ def packed(result: RolloutResult) -> bytes:
             "completions": [
                 vars(one)
                 | {"tokens": len(one.tokens), "logprobs": one.logprobs.dtype.str}
+                | {"replies": [list(reply) for reply in one.replies]}
                 | {
                     "record": None
                     if one.record is None
@@ -88,7 +89,9 @@ def absent(fields: dict[str, Any]) -> Completion:
     if (record := fields["record"]) is not None:
         *shape, dtype = record
         record = np.broadcast_to(np.zeros((), np.dtype(dtype)), shape)
-    return Completion(**(fields | {"tokens": tokens, "logprobs": logprobs, "record": record}))
+    replies = tuple(map(tuple, fields["replies"]))
+    known = {"tokens": tokens, "logprobs": logprobs, "record": record, "replies": replies}
+    return Completion(**(fields | known))
 
 
 def everything(answers: Sequence[Completion]) -> set[int]:

@@ -49,6 +49,7 @@ class Played:
     rewards: list[float] = field(default_factory=list)
     numbers: dict[str, float] = field(default_factory=dict)  # the last of each; of errors the sum
     failure: str = ""
+    is_heard: bool = False  # a turn of the policy waits for its reply
 
     def add(self, numbers: Mapping[str, float]) -> None:
         """Adds the numbers of a turn."""
@@ -142,9 +143,10 @@ class Play:
         played = self.played.get(uid)
         if is_new := played is None:
             played = self.begin(uid, self.prompts[uid // self.samples])
-        played.last = turn
+        played.last, played.is_heard = turn, True
         if opened.failure:
             played.failure = f"{opened.failure}: {opened.detail}"
+        if played.failure:  # it may have crashed while the policy spoke
             self.end(uid)
             return
         text, calls = self.tokenizer.decode(turn, skip_special_tokens=True), []
@@ -172,7 +174,8 @@ class Play:
             played = self.played[uid]
             if reply.failure:
                 played.failure = f"{reply.failure}: {reply.detail}"
-                self.end(uid)
+                if played.is_heard:
+                    self.end(uid)
             elif played.waiting:
                 if reply.messages != self.opened[uid // self.samples].messages:
                     played.failure = "error: reset said something else with the same row and seed"
@@ -199,6 +202,7 @@ class Play:
             self.end(uid)
             return
         self.ended[uid] = tokens if len(tokens) else None
+        self.played[uid].is_heard = False
 
     def end(self, uid: int) -> None:
         """Ends an answer."""

@@ -1,0 +1,97 @@
+"""Runs whose answers have several turns: drafts, groups, resuming and failures of environments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jobs import Job
+from training_runs import (
+    assert_close,
+    completions,
+    events,
+    resumed,
+)
+
+from tlt_jax import cli
+from tlt_jax.errors import ConfigError
+from tlt_jax.train import loop
+
+TALK = {
+    "environment.path": "toy_environments:Echo", "environment.turns": 3, "rollout.stop": ["1", "2"],
+    "reward.terms": {"environment": 1.0}, "reward.environment": ["TOY_ENVIRONMENT"], "rollout.max_new_tokens": 24,
+    "environment.timeout_s": 5, "environment.workers": 1, "data.max_prompt_tokens": 12, "eval.samples": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def talked(configure, shared):
+    config = configure(shared / "talked", TALK)
+    assert loop.train(config) == cli.DONE
+    return config
+
+
+def lines(config, step: int) -> list[dict]:
+    path = Path(config.run) / "completions" / f"{step:06d}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_answers_have_several_turns_and_the_rewards_of_their_environment(talked):
+    found = events(talked)
+    turns = [value for _, value in found["reward/terms/environment/turns"]]
+    assert 1 < np.mean(turns) <= 3
+    assert "reward/terms/environment/heard" in found
+    assert [value for _, value in found["eval/mean@1"]]
+    for one in lines(talked, 1):
+        assert one["reward"] == pytest.approx(one["parts"]["environment"])
+
+
+def test_a_resumed_run_with_drafts_ends_with_the_same_bits(talked, tmp_path):
+    drafting = {
+        "speculation.drafter": "ngram", "speculation.tuner": "fixed", "speculation.strategies": ["2_1_3"],
+    }  # fmt: skip
+    drafted = resumed(talked, tmp_path / "drafted", 2, drafting)
+    assert max(value for _, value in events(drafted)["speculation/accept_length"]) > 1
+
+
+def test_two_processes_are_one(configure, tmp_path):
+    knobs = TALK | {"mesh.fake_devices": 2, "train.steps": 2, "eval.every": 0}
+    alone, two = (configure(tmp_path / name, knobs) for name in ("alone", "two"))
+    assert loop.train(alone) == cli.DONE
+    with Job(two, 2, by_launcher=True) as job:
+        assert job.wait() == [cli.DONE], job.said()
+    assert_close(two, alone)
+    first = min(completions(alone))
+    assert completions(two)[first] == completions(alone)[first]
+
+
+@pytest.mark.parametrize(
+    "kind, reason",
+    [
+        ("raise", "error: RuntimeError: this world is broken"),
+        ("crash", "crash"),
+        ("hang", "timeout"),
+    ],
+)
+def test_an_environment_that_fails_ends_its_answer_and_the_run_goes_on(
+    configure, tmp_path, monkeypatch, capsys, kind, reason
+):
+    monkeypatch.setenv("TOY_ENVIRONMENT", kind)
+    knobs = TALK | {"train.steps": 2, "eval.every": 0, "environment.timeout_s": 1}
+    config = configure(tmp_path / kind, knobs)
+    assert loop.train(config) == cli.DONE
+    failed = [one for step in (1, 2) for one in lines(config, step) if one["failure"]]
+    assert failed and all(one["failure"] == "error" and one["reward"] == 0 for one in failed)
+    said = capsys.readouterr()
+    assert f"the environment failed: {reason}" in said.out + said.err
+
+
+def test_knobs_that_conflict_are_refused(configure, tmp_path):
+    for change, message in (
+        ({"rollout.deterministic": True}, "rollout.deterministic with an environment"),
+        ({"environment.path": ""}, "names 'environment', and environment.path .* empty"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            configure(tmp_path / "run", TALK | change)
