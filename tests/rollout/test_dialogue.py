@@ -16,6 +16,8 @@ from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.errors import ConfigError
 from tlt_jax.keys import TRAIN_STREAM, sequence_keys
 from tlt_jax.models import architecture, transformer
+from tlt_jax.rollout import dialogue
+from tlt_jax.rollout.recorder import Dispatched
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.interface import Sampling
 
@@ -145,9 +147,54 @@ def test_a_deterministic_rollout_has_no_partner(x64):
         talk(engine, weights, Partner())
 
 
-def talk(engine, weights, partner, **which):
+def talk(engine, weights, partner, listeners=(), **which):
     prompts = [np.asarray(prompt, np.int32) for prompt in tiny.PROMPTS]
     request = engine.request(
         prompts, tiny.SAMPLES, SETTING, LIMIT, stream=TRAIN_STREAM, step=0, **which
     )
-    return engine.run(request, weights, partner=partner, turn_tokens=TURN_TOKENS)[0]
+    return engine.run(
+        request, weights, partner=partner, turn_tokens=TURN_TOKENS, listeners=listeners
+    )[0]
+
+
+@pytest.mark.parametrize(
+    "drafter, strategies, data, model, slots",
+    [
+        ("none", NO, 1, 1, 12),
+        ("eagle3", WIDE, 1, 2, 12),
+        ("ngram", ONE, 2, 1, 5),
+        ("dspark", MANY, 1, 1, 5),
+    ],
+)
+def test_replies_that_are_appended_alone_change_no_token(
+    x64, monkeypatch, drafter, strategies, data, model, slots
+):
+    """With 12 rows all sequences keep theirs; with 5 some are lent to others."""
+    monkeypatch.setattr(dialogue, "APPEND_FROM", 0)
+    monkeypatch.setattr(dialogue, "MORE", 0)
+    policy = replace(SPARSE, eos_ids=POLICY.eos_ids) if drafter == "none" else POLICY
+    engine, weights = speculating(
+        drafter, strategies, data, model, policy=policy, slots=slots, chunk=3, batch_buckets=[1, slots], cache_buckets=[64],
+        max_new_tokens=LIMIT, records=policy is not POLICY,
+    )  # fmt: skip
+    appended = []
+    listen = [lambda poll: appended.extend(e for e in poll.events if kind_of(e) == "append")]
+    partner = Partner(lambda uid, count: 7 * (uid % 3))
+    result = talk(engine, weights, partner, listen, records=policy is not POLICY)
+    found = [
+        (one.uid, one.tokens.tolist(), one.own.tolist(), one.finish) for one in result.completions
+    ]
+    assert found == expected(policy)
+    replies = sum(len(one.replies) for one in result.completions)
+    assert appended and (slots == 5 or len(appended) > replies // 4)
+    if policy is POLICY:
+        return
+    rollout = architecture.to_rollout(tiny.params_of(engine), policy, engine.mesh, "float64")
+    for one in result.completions:
+        text = jnp.array([*tiny.PROMPTS[one.prompt], *one.tokens], jnp.int32)[None, :-1]
+        whole = transformer.prefill(rollout, policy, text, jnp.array([text.shape[1]])).experts[0]
+        np.testing.assert_array_equal(one.record, whole)
+
+
+def kind_of(event) -> str:
+    return getattr(event, "kind", "") if isinstance(event, Dispatched) else ""

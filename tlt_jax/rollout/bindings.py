@@ -146,6 +146,7 @@ def bind_target(
         if is_gpu(group_mesh)
         else None,
         filter=partial(filtered, fused=fused) if is_gpu(group_mesh) else None,
+        append=None if any(rings) else kv_cache.write,
         record=TokenRecord(*moe.record_shape(config), lambda scratch: scratch.experts)
         if records
         else None,

@@ -11,6 +11,17 @@ from tlt_jax.rollout.recorder import Emitted, Poll
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.decode_state import RUNNING, TURN
 
+APPEND_FROM = 256  # tokens of a sequence; fewer are prefilled in about the time of a round
+MORE = 4  # times as many tokens as the reply has
+
+
+def reply_width(tokens: int) -> int:
+    """Tokens of the program that appends a reply: a power of 4 from 16."""
+    width = 16
+    while width < tokens:
+        width *= 4
+    return width
+
 
 class Partner(Protocol):
     """Who replies to the policy; neither method waits."""
@@ -25,13 +36,22 @@ class Partner(Protocol):
 class Dialogue:
     """The conversations of the local groups of one rollout, shared by these groups.
 
-    A sequence of which the policy has ended a turn leaves its row, which other sequences get meanwhile; once its reply is
-    there, prompt, turns and replies are prefilled into a row again. Noise is a function of a sequence's key and of the
+    A sequence of which the policy has ended a turn keeps its row while no other sequence needs it. Once its reply is there,
+    the reply alone is appended to it; of a sequence that has lost its row, or has few tokens (see `appends`), prompt, turns
+    and replies are prefilled into a row again. Noise is a function of a sequence's key and of the
     position, so that tokens do not depend on when a reply comes. `turn_tokens`: most tokens of a turn; 0: those that are left.
+    `can_append`: whether the target has Target.append.
     """
 
-    def __init__(self, request: RolloutRequest, partner: Partner, turn_tokens: int = 0):
+    def __init__(
+        self,
+        request: RolloutRequest,
+        partner: Partner,
+        turn_tokens: int = 0,
+        can_append: bool = False,
+    ):
         self.request, self.partner, self.turn_tokens = request, partner, turn_tokens
+        self.can_append = can_append
         self.parts: dict[int, list[np.ndarray]] = {}  # of open sequences: turns and replies so far
         self.turns: dict[int, list[np.ndarray]] = {}  # the current turn
         self.known: dict[int, np.ndarray | None] = {}
@@ -67,6 +87,22 @@ class Dialogue:
         """Prompt, turns and replies of an open sequence."""
         prompt = self.request.prompts[uid // self.request.samples]
         return np.concatenate([prompt, *self.parts[uid]])
+
+    def reply(self, uid: int) -> np.ndarray:
+        """The last reply to an open sequence."""
+        return self.parts[uid][-1]
+
+    def appends(self, uid: int, slots: int) -> bool:
+        """Whether the last reply is appended alone, in a cache of up to so many slots, where the sequence has its row.
+
+        A program of its own is worth compiling where it computes a few tokens instead of many.
+        """
+        before, width = (
+            len(self.text(uid)) - len(self.reply(uid)),
+            reply_width(len(self.reply(uid))),
+        )
+        fits = before + width <= slots
+        return self.can_append and fits and before >= max(APPEND_FROM, MORE * width)
 
     def limit_of(self, uid: int) -> int:
         """Most tokens of a sequence."""

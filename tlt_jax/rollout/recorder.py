@@ -164,12 +164,20 @@ class WentIdle:
     """The group has finished its part of the rollout; its decoding state is released."""
 
 
+class ReplyRecorded(NamedTuple):
+    """The target's record of the token before each of the last reply's, where this was appended alone."""
+
+    uid: int
+    record: np.ndarray
+
+
 Event = (
     Decided
     | Dispatched
     | Retired
     | Emitted
     | Replied
+    | ReplyRecorded
     | PromptsRecorded
     | Ended
     | Harvested
@@ -312,6 +320,8 @@ class RolloutRecorder:
                     self.replies.setdefault(uid, []).append((first, first + len(tokens)))
                     silent = np.zeros(len(tokens), self.parts[uid][0].logprobs.dtype)
                     self.parts[uid].append(Emitted(uid, tokens, silent, RUNNING))
+                case ReplyRecorded(uid, record):
+                    self.parts[uid][-1] = self.parts[uid][-1]._replace(record=record)
                 case PromptsRecorded(prompts):
                     self.prompts |= prompts
                     for key in prompts:  # what a prefill has replaces what rounds had

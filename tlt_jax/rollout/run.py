@@ -76,7 +76,10 @@ class RolloutRun:
                 selection, len(request.prompts), request.samples, engine.cost_table is not None,
                 job.board, self.scope, job.index, job.count,
             )  # fmt: skip
-        self.dialogue = Dialogue(request, partner, turn_tokens) if partner else None
+        self.dialogue = None
+        if partner:
+            can_append = engine.programs.shapes[0].target.append is not None
+            self.dialogue = Dialogue(request, partner, turn_tokens, can_append)
         if engine.ngram_memory:
             engine.ngram_memory.begin(request.prompts, request.samples)
         self.contexts = self.make_contexts(weights, harvesters)

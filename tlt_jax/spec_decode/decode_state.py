@@ -81,6 +81,52 @@ def admit(
     )
 
 
+@struct.dataclass
+class Reply:
+    """Tokens that R sequences go on with, each in its row, and their new limits; the first counts[r] >= 1 of tokens[r].
+
+    Entries may be equal, to fill up their number.
+    """
+
+    rows: Int32[Array, " R"]
+    tokens: Int32[Array, "R W"]
+    counts: Int32[Array, " R"]
+    limits: Int32[Array, " R"]
+
+
+def append(
+    target: Target, slots: int, state: DecodeState, weights: Weights, new: Reply
+) -> tuple[DecodeState, PyTree]:
+    """The state in which these sequences are live again, and the target's record of the token before each of the reply.
+
+    Only the reply passes through the target, whose cache has `slots` committed slots for all of its W tokens. Without a
+    record the second is a small array that is ready with the state.
+    """
+    rows, W = new.rows, new.tokens.shape[1]
+    roots, lengths = state.roots[rows], state.lengths[rows]
+    chain = jnp.concatenate([roots[:, None], new.tokens[:, :-1]], axis=1)
+    steps = jnp.arange(W, dtype=jnp.int32)
+    seen = jnp.broadcast_to(steps[:, None] >= steps, (len(rows), W, W))
+    own = target.resize(state.cache, rows, slots)
+    _, scratch = target.forward(weights.target, chain, lengths[:, None] + steps, seen, own, lengths)
+    last = jnp.take_along_axis(new.tokens, new.counts[:, None] - 1, axis=1)[:, 0]
+    history = state.history
+    if history.shape[1]:
+        is_new = steps < new.counts[:, None]
+        places = jnp.where(is_new, lengths[:, None] + 1 + steps, history.shape[1])
+        history = history.at[rows[:, None], places].set(new.tokens, mode="drop")
+    after = state.replace(
+        roots=state.roots.at[rows].set(last),
+        lengths=state.lengths.at[rows].set(lengths + new.counts),
+        limits=state.limits.at[rows].set(new.limits),
+        live=state.live.at[rows].set(True),
+        stop_state=state.stop_state.at[rows].set(0),
+        history=history,
+        cache=target.append(state.cache, scratch, rows, lengths),
+    )
+    return after, target.record.of(scratch) if target.record else after.lengths.max()
+
+
 def resize(
     target: Target, drafter: Drafter, slots: int, state: DecodeState, rows: Int32[Array, " C"]
 ) -> DecodeState:

@@ -166,6 +166,9 @@ class Target(NamedTuple):
     # (scaled[*A, V], sampling) -> sampling.filter of the logits that `choose` chooses from
     filter: Callable | None = None
     record: TokenRecord | None = None  # None: nothing is kept
+    # (cache, scratch of `forward` for R rows, rows[R], starts[R]) -> the cache with all nodes of tree r in row rows[r], from
+    # slot starts[r] on; None: it takes no more than a round commits
+    append: Callable | None = None
 
 
 class Drafter(NamedTuple):

@@ -18,7 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tlt_jax.rollout.request import admission_size
 from tlt_jax.spec_decode import decode, decode_state
 from tlt_jax.spec_decode.decode import Decoder
-from tlt_jax.spec_decode.decode_state import Admission, DecodeState, Features, Weights
+from tlt_jax.spec_decode.decode_state import (
+    Admission,
+    DecodeState,
+    Features,
+    Reply,
+    Weights,
+)
 from tlt_jax.spec_decode.interface import DecodingParams, Drafter, PyTree, Target
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 
@@ -244,6 +250,25 @@ class Decode(OfState):
         )
         host = () if self.strategy == PLAIN else drafter.host_context(self.state.batch)
         return program.lower(state, shapes.weights, host, shapes.array(2))
+
+
+@dataclass(frozen=True)
+class Append(OfState):
+    """append(state, weights, reply) -> state in which R sequences go on, their record; donates the state."""
+
+    rows: int
+    width: int
+
+    relative_seconds = 0.6
+    text = "append of {0.rows} x {0.width} to {0.state}"
+
+    def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
+        state, many = shapes.state(self.state), partial(shapes.array, self.rows)
+        new = Reply(many(), many(self.width), many(), many())
+        function = partial(decode_state.append, shapes.target, self.state.slots)
+        outputs = shardings(state), shapes.replicated
+        program = jax.jit(function, donate_argnums=0, out_shardings=outputs)
+        return program.lower(state, shapes.weights, new)
 
 
 @dataclass(frozen=True)

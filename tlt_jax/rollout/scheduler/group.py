@@ -8,8 +8,10 @@ from dataclasses import replace
 import jax
 import numpy as np
 
+from tlt_jax.rollout.dialogue import reply_width
 from tlt_jax.rollout.executables.programs import (
     Admit,
+    Append,
     CatchUp,
     Decode,
     Harvest,
@@ -29,6 +31,7 @@ from tlt_jax.rollout.recorder import (
     Harvested,
     PromptsRecorded,
     Replied,
+    ReplyRecorded,
     Retired,
     WentIdle,
 )
@@ -46,7 +49,7 @@ from tlt_jax.rollout.scheduler.state import (
     queued,
 )
 from tlt_jax.spec_decode.decode import Report
-from tlt_jax.spec_decode.decode_state import BROKEN, RUNNING, STOPPED, TURN, Admission
+from tlt_jax.spec_decode.decode_state import BROKEN, RUNNING, STOPPED, TURN, Admission, Reply
 from tlt_jax.spec_decode.strategy import PLAIN
 
 # Limit on the un-awaited programs of one group: more than about 30 on fake CPU devices abort the process.
@@ -87,6 +90,8 @@ def advance(
             state, more = (state, []) if is_stopping else plan(context, state)
             if not more:
                 break
+        elif state.appending:
+            state, more = append(context, state)
         elif state.joining:
             state, more = join(context, state)
         elif state.drafter_lag > most_lag(context, state.decision.strategy):
@@ -130,6 +135,10 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
                 for key, row in flight.prompts.items()
             }
             events.append(PromptsRecorded(rows))
+        if context.request.records and flight.uids:
+            record, reply = np.asarray(flight.marker), context.dialogue.reply
+            for uid, one in zip(flight.uids, record, strict=False):
+                events.append(ReplyRecorded(uid, one[: len(reply(uid))]))
         return state, events
 
     report = context.programs.read(flight.report, context.request.records)
@@ -153,8 +162,12 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
 
     rows = tuple([running and settled(running, news.get(running.uid)) for running in state.rows])
     finished = state.finished + sum([new.finish not in (RUNNING, TURN) for new in news.values()])
-    away = state.away | {uid for uid, new in news.items() if new.finish == TURN}
-    state = state.replace(rows=rows, retired=state.retired + 1, finished=finished, away=away)
+    away = {uid for uid, new in news.items() if new.finish == TURN}
+    held = {one.uid: row for row, one in enumerate(state.rows) if one and one.uid in away}
+    state = state.replace(
+        rows=rows, retired=state.retired + 1, finished=finished, away=state.away | away,
+        held={**state.held, **held},
+    )  # fmt: skip
     return state, events
 
 
@@ -165,8 +178,11 @@ def hear(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
         return state, []
     back = [uid for uid, reply in found.items() if reply is not None]
     finished = state.finished + len(found) - len(back)
+    most = context.planner.slots[-1]
+    lost = found.keys() - {uid for uid in back if context.dialogue.appends(uid, most)}
+    held = {uid: row for uid, row in state.held.items() if uid not in lost}
     state = state.replace(
-        away=state.away - found.keys(), back=(*state.back, *back), finished=finished
+        away=state.away - found.keys(), back=(*state.back, *back), finished=finished, held=held
     )
     return state, [Replied(uid, reply) for uid, reply in found.items()]
 
@@ -206,8 +222,9 @@ def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
     ahead = sum(flight.kind == "decode" for flight in state.flights)
     if ahead >= request.in_flight:
         return state, []
+    state = regain(context, state)
     state, starts = take(context, state)
-    may_live = any(
+    may_live = bool(state.appending) or any(
         running and running.tokens + ahead * request.rounds < running.limit
         for running in state.rows
     )
@@ -232,7 +249,11 @@ def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
             [min(one.tokens + most, one.limit) for one in live] + [one.tokens for one in new]
         ),
         limit=max(running.limit for running in live + new),
-        widest=max((source.sizes[1] for source in sources), default=0),
+        widest=max(
+            [source.sizes[1] for source in sources]
+            + [appended_end(context, uid) for uid in state.appending],
+            default=0,
+        ),
         rounds=request.rounds,
         batch=state.batch,
         slots=state.slots,
@@ -248,7 +269,10 @@ def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
         decision = replace(decision, joining=tuple(running.uid for running in new))
     state = move(context, state.replace(decision=decision), decision)
 
-    free = [row for row, running in enumerate(state.rows) if running is None][: len(new)]
+    kept = {*state.held.values()}  # the last to be used
+    free = [row for row, running in enumerate(state.rows) if running is None]
+    free = sorted(free, key=kept.__contains__)[: len(new)]
+    held = {uid: row for uid, row in state.held.items() if row not in free}
     rows, seat = list(state.rows), {}
     for row, running in zip(free, new, strict=True):
         rows[row], seat[running.uid] = running, row
@@ -257,7 +281,29 @@ def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
         Joining(source, tuple((seat[uid], uid) for uid in seat if key_of[uid] in source.rows))
         for source in sources
     )
-    return state.replace(rows=tuple(rows), joining=joining), [Decided(decision)]
+    state = state.replace(rows=tuple(rows), joining=joining, held=held)
+    return state, [Decided(decision)]
+
+
+def regain(context: GroupContext, state: GroupState) -> GroupState:
+    """The state in which sequences with a reply have the rows again that still hold their cache."""
+    back = [uid for uid in state.back if uid in state.held]
+    if not back:
+        return state
+    rows, held = list(state.rows), dict(state.held)
+    for uid in back:
+        tokens = len(context.tokens(~uid))
+        rows[held.pop(uid)] = Running(uid, tokens, context.dialogue.limit_at(uid, tokens))
+    rest = tuple(uid for uid in state.back if uid not in back)
+    return state.replace(
+        rows=tuple(rows), held=held, back=rest, appending=(*state.appending, *back)
+    )
+
+
+def appended_end(context: GroupContext, uid: int) -> int:
+    """Slots that the program needs which appends the reply to a sequence."""
+    reply = len(context.dialogue.reply(uid))
+    return len(context.tokens(~uid)) - reply + reply_width(reply)
 
 
 def take(context: GroupContext, state: GroupState) -> tuple[GroupState, list[tuple[int, int]]]:
@@ -308,6 +354,9 @@ def move(context: GroupContext, state: GroupState, decision: Decision) -> GroupS
     if state.device is not None and (state.batch, state.slots) == (decision.batch, decision.slots):
         return state
     keep = [row for row, running in enumerate(state.rows) if running]
+    kept = [*state.held.items()][: decision.batch - len(keep)] if state.device is not None else []
+    held = {uid: len(keep) + place for place, (uid, _) in enumerate(kept)}
+    keep += [row for _, row in kept]
     if keep:
         rows = np.full(decision.batch, -1, np.int32)
         rows[: len(keep)] = keep
@@ -322,9 +371,35 @@ def move(context: GroupContext, state: GroupState, decision: Decision) -> GroupS
         batch=decision.batch,
         slots=decision.slots,
         rows=tuple(rows),
+        held=held,
         unmarked=state.unmarked + 1,
         is_moved=True,
     )
+
+
+def append(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:
+    """Appends the next replies of one width to sequences that have their rows."""
+    dialogue, places = context.dialogue, {one.uid: row for row, one in enumerate(state.rows) if one}
+    width = reply_width(len(dialogue.reply(state.appending[0])))
+    alike = [uid for uid in state.appending if reply_width(len(dialogue.reply(uid))) == width]
+    uids = alike[: block_size(len(alike), width)]
+    size = block_size(len(alike), width)
+    rows, counts, limits = np.zeros((3, size), np.int32)
+    tokens = np.zeros((size, width), np.int32)
+    for at in range(size):
+        uid = uids[min(at, len(uids) - 1)]
+        reply = dialogue.reply(uid)
+        rows[at], counts[at], tokens[at, : len(reply)] = places[uid], len(reply), reply
+        limits[at] = state.rows[places[uid]].limit
+    program = Append(shape_of(context, state), size, width)
+    new = Reply(rows, tokens, counts, limits)
+    device, marker = program(context.programs, state.device, context.weights, new)
+    flight = InFlight(state.dispatched, "append", marker, uids=tuple(uids))
+    event = Dispatched(flight.number, "append", size, width)
+    left = tuple(uid for uid in state.appending if uid not in uids)
+    lag = max(state.drafter_lag, width)
+    state = state.replace(device=device, appending=left, drafter_lag=lag)
+    return queued(state, flight), [event]
 
 
 def join(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:

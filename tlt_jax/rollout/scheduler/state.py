@@ -152,7 +152,7 @@ class InFlight:
     """A dispatched program that was not read yet; `programs`: how many are done when it is, with itself.
 
     For a chunk: `rows` are the uids of its rows, `most` the most tokens that one may get. For a harvest: the `windows`, and
-    their `values`. For a prefill: the row of each of its `prompts`.
+    their `values`. For a prefill: the row of each of its `prompts`. For an append: the `uids` of its rows.
     """
 
     number: int
@@ -167,6 +167,7 @@ class InFlight:
     windows: tuple[WindowCopy, ...] = ()
     values: Features | None = None
     prompts: Mapping[int, int] = field(default_factory=dict)
+    uids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,8 @@ class GroupState:
     `drafter_lag`: most tokens that the drafter's state may lack in any row; `started`: prompts whose samples are all
     started; `unmarked`: programs that took `device` after the last flight; they are done when `device` is ready. `windows`
     wait to be harvested from the rows as they are now: until then no row moves or is used again. `away`: sequences that wait
-    for a reply, and `back`: those that have one and no row yet.
+    for a reply, and `back`: those that have one; `held`: the row of each of these that still has its cache. `appending`:
+    sequences with rows to which the reply is to be appended.
     """
 
     device: DecodeState | None = None
@@ -201,6 +203,8 @@ class GroupState:
     is_released: bool = False  # the group has finished; `device` was freed
     away: frozenset[int] = frozenset()
     back: tuple[int, ...] = ()
+    held: Mapping[int, int] = field(default_factory=dict)
+    appending: tuple[int, ...] = ()
 
     def replace(self, **changes: Any) -> GroupState:
         """The state with other fields, as dataclasses.replace returns it: a chunk replaces its state a dozen times."""
