@@ -19,7 +19,7 @@ from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.keys import sequence_keys
 from tlt_jax.rollout.recorder import Decision, Dispatched, Poll, Retired, RolloutRecorder
-from tlt_jax.rollout.request import RolloutRequest, admission_size, block_size, bucket_width
+from tlt_jax.rollout.request import admission_size, block_size, bucket_width
 from tlt_jax.rollout.scheduler import driver
 from tlt_jax.rollout.scheduler.group import prefill_sources
 from tlt_jax.rollout.scheduler.queue import WorkQueue
@@ -492,10 +492,8 @@ def test_prefills_come_in_few_shapes():
 def sources_of(lengths) -> list:
     """The prefills of prompts of these lengths, of one sample each."""
     prompts = tuple(np.zeros(length, np.int32) for length in lengths)
-    count = len(prompts)
-    keys = np.zeros((count, 2), np.uint32)
-    job = RolloutRequest(prompts, 1, (8,) * count, keys, RULES, 4, 1, count)
-    return prefill_sources(job, GroupState(), [(prompt, 0) for prompt in range(count)])
+    context = SimpleNamespace(tokens=prompts.__getitem__)
+    return prefill_sources(context, GroupState(), range(len(prompts)))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -82,7 +82,7 @@ def admit(
 
 
 @struct.dataclass
-class Reply:
+class Appended:
     """Tokens that R sequences go on with, each in its row, and their new limits; the first counts[r] >= 1 of tokens[r].
 
     Entries may be equal, to fill up their number.
@@ -95,7 +95,7 @@ class Reply:
 
 
 def append(
-    target: Target, slots: int, state: DecodeState, weights: Weights, new: Reply
+    target: Target, slots: int, state: DecodeState, weights: Weights, new: Appended
 ) -> tuple[DecodeState, PyTree]:
     """The state in which these sequences are live again, and the target's record of the token before each of the reply.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from tlt_jax.config.schema import SUM
 from tlt_jax.data.conversation import Conversation
 from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.data.tool_calls import format_of, parse_calls
+from tlt_jax.distributed.job import Job
 from tlt_jax.environments.pool import Environments
 from tlt_jax.environments.protocol import TOOL_ERRORS, Call, Reply
 from tlt_jax.errors import DataError, EnvironmentsError
@@ -37,6 +39,17 @@ def environments(config: Config) -> Iterator[Environments | None]:
         return
     with Environments(config) as pool:
         yield pool
+
+
+def check_alike(job: Job, prompts: Sequence[Prompt]) -> None:
+    """Raises EnvironmentsError in all processes when they have opened other prompts."""
+    if job.count == 1:
+        return
+    digest = hashlib.sha256(b"|".join(prompt.tokens.tobytes() for prompt in prompts)).digest()
+    if len({*job.gather(digest)}) > 1:
+        raise EnvironmentsError(
+            "environment.path: with the same row and seed reset says something else in another process: let it depend on these"
+        )
 
 
 @dataclass

@@ -222,7 +222,10 @@ def caches(config: Config, shapes: GroupShapes, batch: int) -> dict[str, int]:
 def cache_slots(config: Config) -> int:
     """Slots of the longest cache that a rollout of training or evaluation uses."""
     prompt = config.data.max_prompt_tokens
-    return max(prompt + validate.answer_limit(config), bucket_width(prompt))
+    longest = prompt + validate.answer_limit(config)
+    if config.environment.path or config.environment.tools:  # whole conversations are prefilled
+        return bucket_width(longest)
+    return max(longest, bucket_width(prompt))
 
 
 def device_memory(mesh: Mesh) -> int:

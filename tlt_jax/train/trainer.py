@@ -38,7 +38,7 @@ from tlt_jax.train import (
 from tlt_jax.train.adaptive import Learned
 from tlt_jax.train.batch import Batch
 from tlt_jax.train.dynamic_sampling import DynamicSampling
-from tlt_jax.train.environment import Play
+from tlt_jax.train.environment import Play, check_alike
 from tlt_jax.train.evaluation import Evaluator
 from tlt_jax.train.health import Health
 from tlt_jax.train.policy_update import PolicyState, UpdatePrograms
@@ -196,7 +196,9 @@ class Trainer:
 
         with self.watch.phase("rollout"), play or nullcontext():
             run, background = self.run, {}
-            prompts = play.open(prompts) if play else prompts
+            if play:
+                prompts = play.open(prompts)
+                check_alike(run.job, prompts)
             request = run.request(prompts, state.step)
             wanted = partial(batches.needed, config, prompts, run.engine.local_groups)
             if run.drafter:

@@ -20,9 +20,9 @@ from tlt_jax.spec_decode import decode, decode_state
 from tlt_jax.spec_decode.decode import Decoder
 from tlt_jax.spec_decode.decode_state import (
     Admission,
+    Appended,
     DecodeState,
     Features,
-    Reply,
     Weights,
 )
 from tlt_jax.spec_decode.interface import DecodingParams, Drafter, PyTree, Target
@@ -264,7 +264,7 @@ class Append(OfState):
 
     def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
         state, many = shapes.state(self.state), partial(shapes.array, self.rows)
-        new = Reply(many(), many(self.width), many(), many())
+        new = Appended(many(), many(self.width), many(), many())
         function = partial(decode_state.append, shapes.target, self.state.slots)
         outputs = shardings(state), shapes.replicated
         program = jax.jit(function, donate_argnums=0, out_shardings=outputs)

@@ -49,7 +49,7 @@ from tlt_jax.rollout.scheduler.state import (
     queued,
 )
 from tlt_jax.spec_decode.decode import Report
-from tlt_jax.spec_decode.decode_state import BROKEN, RUNNING, STOPPED, TURN, Admission, Reply
+from tlt_jax.spec_decode.decode_state import BROKEN, RUNNING, STOPPED, TURN, Admission, Appended
 from tlt_jax.spec_decode.strategy import PLAIN
 
 # Limit on the un-awaited programs of one group: more than about 30 on fake CPU devices abort the process.
@@ -392,7 +392,7 @@ def append(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
         rows[at], counts[at], tokens[at, : len(reply)] = places[uid], len(reply), reply
         limits[at] = state.rows[places[uid]].limit
     program = Append(shape_of(context, state), size, width)
-    new = Reply(rows, tokens, counts, limits)
+    new = Appended(rows, tokens, counts, limits)
     device, marker = program(context.programs, state.device, context.weights, new)
     flight = InFlight(state.dispatched, "append", marker, uids=tuple(uids))
     event = Dispatched(flight.number, "append", size, width)
