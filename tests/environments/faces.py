@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -238,6 +239,8 @@ class Trouble:
             time.sleep(float(number))
         elif word == "hold":  # a regular expression that never ends, and lets no other thread run
             re.match(r"(a+)+$", "a" * 64 + "b")
+        elif word == "child":
+            subprocess.Popen(["sleep", "1000"])
         elif word == "die":
             os._exit(3)
         elif word == "leave":

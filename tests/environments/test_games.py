@@ -83,6 +83,8 @@ def test_a_game_of_textarena_says_only_what_is_new_and_gives_its_reward_at_the_e
     assert episode.step(f"I say\n[{number}]")[:3] == ((), 1.0, True)
     (message,) = started("textarena:GuessTheNumber-v0-raw", seed=3)[0].step("[9]").messages
     assert message["content"] in ("The target number is lower.", "The target number is higher.")
+    episode, _ = started("textarena:Countdown-v0", seed=3)
+    assert [episode.step("?")[1:3] for _ in range(2)][-1] == (0.0, True)
     with pytest.raises(UserError, match="textarena:Nothing-v0': Environment Nothing-v0 not found"):
         make_maker("textarena:Nothing-v0")
 

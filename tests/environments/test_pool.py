@@ -157,6 +157,17 @@ def test_what_fails_is_told_by_kind_and_leaves_others_alone():
         assert replies(pool, 1)["slow"].failure == "timeout"
 
 
+def test_a_row_that_no_worker_can_read_fails_alone(tmp_path, monkeypatch):
+    (tmp_path / "only_here.py").write_text("class Value: pass")
+    with Environments(make_config()) as pool:
+        monkeypatch.syspath_prepend(tmp_path)
+        begun(pool, "good")
+        pool.begin("odd", {"value": __import__("only_here").Value()}, 0)
+        assert replies(pool, 1)["odd"].detail == "ModuleNotFoundError: No module named 'only_here'"
+        pool.act("good", "end")
+        assert replies(pool, 1)["good"].reward == 1.0
+
+
 def test_a_worker_with_a_hung_turn_takes_no_new_environment_and_ends_after_its_last_one():
     with Environments(make_config(timeout_s=0.5)) as pool:
         begun(pool, "hung", "live")
@@ -256,6 +267,9 @@ from tlt_jax.config.schema import Environment
 from tlt_jax.environments import Environments
 path = "environments.faces:Trouble"
 with Environments(replace(Config(), environment=Environment(path=path, workers=2))) as pool:
+    pool.begin(0, dict(opening="child"), 0)
+    while not pool.news():
+        time.sleep(0.01)
     open({str(tmp_path / "pids")!r}, "w").write(" ".join(str(host.process.pid) for host in pool._hosts) + " .")
     time.sleep(1000)
 """

@@ -131,6 +131,7 @@ def test_tools_beside_an_environment_leave_its_steps_alone():
     episode, _ = started("Gymnasium", tools=["double"])
     assert episode.step("x", [Call("double", {"number": 1})]).messages == (tool("double", "2"),)
     assert episode.step("y").messages == user("y, 1 left")
+    assert started("Gymnasium")[0].step("z", [Call("a", {})]).messages == user("z, 1 left")
 
 
 def test_the_last_allowed_turn_is_done():

@@ -272,7 +272,8 @@ class Reward:
     )
     environment: list[str] = knob(
         [],
-        "environment variables to pass to scoring processes, in addition to PATH, HOME, PYTHON*, LC_* and similar",
+        "environment variables to pass to processes that score or run environments, in addition to PATH, HOME, PYTHON*, LC_* "
+        "and similar",
     )
 
 

@@ -67,7 +67,10 @@ class TextArena:
         if not done:
             return self._new(text), 0.0, False, info or {}
         rewards, game_info = self.game.close()
-        return "", (rewards or {}).get(0, 0.0), True, (info or {}) | game_info.get(0, {})
+        reward = (rewards or {}).get(0, 0.0)
+        if isinstance(reward, str):  # some games swap it with the reason of an invalid move
+            reward = 0.0
+        return "", reward, True, (info or {}) | game_info.get(0, {})
 
     def _new(self, action: str) -> str:
         """What the game says, without what it said before and without the action."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -96,7 +97,7 @@ class Environments:
     def begin(self, key: Hashable, row: Mapping[str, Any], seed: int) -> None:
         """Makes an environment and resets it; its opening Reply is news. Raises ValueError for a key that is in use."""
         serial = next(self._serials)
-        job = pickle.dumps(("begin", serial, dict(row), seed))
+        job = pickle.dumps(("begin", serial, pickle.dumps(dict(row)), seed))
         with self._changed:
             if key in self._seats or key in self._news:
                 raise ValueError(f"environment {key!r} has already begun")
@@ -186,7 +187,14 @@ class Environments:
             host.outbox.put(job)
 
     def _start(self) -> None:
-        host = Host(*workers.start("tlt_jax.environments.worker", self.config, self._alive[0]))
+        try:
+            process, pipe = workers.start(
+                "tlt_jax.environments.worker", self.config, self._alive[0]
+            )
+        except OSError as error:
+            self._fatal = f"no process for environments can be started: {error}"
+            return
+        host = Host(process, pipe)
         self._hosts.append(host)
         threading.Thread(target=self._send, args=(host,), daemon=True).start()
         host.receiver = threading.Thread(target=self._receive, args=(host,), daemon=True)
@@ -194,22 +202,17 @@ class Environments:
 
     def _send(self, host: Host) -> None:
         """The thread that sends: it may wait for a worker that hangs as a whole."""
-        try:
+        with contextlib.suppress(OSError):  # the receiving thread sees it too
             while (job := host.outbox.get()) is not None:
                 host.pipe.send_bytes(job)
-        except OSError:
-            pass  # the receiving thread sees it too
 
     def _receive(self, host: Host) -> None:
         """The thread that receives, until the worker ends."""
         is_silent = False
-        try:
-            while not is_silent:
-                is_silent = not host.pipe.poll(self._patience_s(host))
-                if not is_silent:
-                    self._take(host, read(host.pipe.recv_bytes(workers.LONGEST)))
-        except (EOFError, OSError, ValueError):
-            pass
+        with contextlib.suppress(EOFError, OSError, ValueError):
+            while host.pipe.poll(self._patience_s(host)):
+                self._take(host, read(host.pipe.recv_bytes(workers.LONGEST)))
+            is_silent = True
         code = workers.end(host.process, grace_s=0.0 if is_silent or host.is_ending else 1.0)
         host.outbox.put(None)
         with self._changed:

@@ -151,12 +151,12 @@ class Episode:
         return Reply(tuple(opening[len(prompt) :]), info=numbers(found[1]))
 
     def step(self, text: str, calls: Sequence[Call] = ()) -> Reply:
-        """One turn of the policy: its tool calls, or else its text. The last allowed turn is done, whatever follows.
+        """One turn of the policy: its tool calls, if there are tools, or else its text. The last allowed turn is done.
 
         Without `step`, a turn that calls no tool is the last one, and `get_reward`, if there is one, gives its reward.
         """
         self.turns -= 1
-        if not calls and self.is_stepped:
+        if self.is_stepped and not (calls and self.tools):
             reply = self._stepped(self._run(self.world.step, text))
             return reply._replace(done=reply.done or self.turns <= 0)
 
@@ -187,10 +187,8 @@ class Episode:
             raise EnvironmentsError(f"step gave {shape(found)}: it gives {RESULTS}")
         if odd := [one for one in ends if one not in (True, False)]:
             raise EnvironmentsError(f"step gave {odd[0]!r} as done: it is True or False")
-        is_done = any(bool(one) for one in ends)
-        return Reply(
-            messages("step", observation), number("step", reward), is_done, info=numbers(info)
-        )
+        said, value = messages("step", observation), number("step", reward)
+        return Reply(said, value, any(ends), info=numbers(info))
 
     def _run(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """What the function returns; what is awaited for it runs in the event loop of all environments."""

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
 
 from tlt_jax.config import Config
 from tlt_jax.distributed.workers import LONGEST, describe, tell
@@ -85,7 +84,10 @@ class Stage:
             else:
                 self._end()
 
-    def _begin(self, serial: int, row: dict[str, Any], seed: int) -> Reply:
+    def _begin(self, serial: int, pickled: bytes, seed: int) -> Reply:
+        row = pickle.loads(
+            pickled
+        )  # here, since its values may be of a class that cannot be imported
         episode = self.episodes[serial] = self.maker.episode(row)
         return episode.reset(row, seed)
 
@@ -101,7 +103,7 @@ class Stage:
             for serial in serials:
                 if serial in self.turns:
                     self.turns[serial].is_dropped = True
-            idle = self.episodes.keys() & set(serials) - self.turns.keys()
+            idle = [one for one in serials if one in self.episodes and one not in self.turns]
         self._add(*(Turn(serial, None, is_answered=True) for serial in idle))
 
     def _start(self) -> None:
