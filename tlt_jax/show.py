@@ -55,6 +55,8 @@ def shown(title: str, answer: Answer) -> str:
         facts.append(f"no score: {answer['failure']}")
     facts.append(f"{answer['length']} tokens, {answer['finish']}")
     facts.append(f"{answer['accepted']} of them drafted")
+    if turns := answer.get("turns"):
+        facts.append(f"turns {', '.join(f'{reward:g}' for reward in turns)}")
     facts.append(f"advantage {answer['advantage']:.3g}")
     facts.append(f"log-prob {answer['logprob']:.4g}")
     facts.append(f"group {answer['group']}, row {printable(answer['id'])}")

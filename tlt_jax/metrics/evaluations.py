@@ -16,7 +16,7 @@ from tlt_jax.errors import DataError
 FOLDER = "evaluation"
 WON, LOST, RIGHT, WRONG = KINDS = ("won", "lost", "right", "wrong")
 # Fields of a Record that an evaluation has not, and those that a step has not.
-OF_STEP = "uid", "group", "advantage", "logprob", "accepted"
+OF_STEP = "uid", "group", "advantage", "logprob", "accepted", "turns"
 OF_EVALUATION = "split", "sample", "is_correct"
 
 
@@ -28,8 +28,8 @@ class Record:
     reward's terms, unweighted; failure: why there is no score, None when there is one. The others are None where they do
     not apply. Of a step: uid: number of the answer; group: number of its prompt, whose answers share a baseline; logprob:
     sum of the tokens' log-probabilities under the policy that gave the answer; accepted: how many of the tokens a drafter
-    had proposed. Of an evaluation: split: of the row; sample: from 0, of each row; is_correct: whether the reward is at
-    least eval.correct_at.
+    had proposed; turns: with an environment, the reward of each turn. Of an evaluation: split: of the row; sample: from 0, of
+    each row; is_correct: whether the reward is at least eval.correct_at.
     """
 
     uid: int | None
@@ -46,6 +46,7 @@ class Record:
     advantage: float | None = None
     logprob: float | None = None
     accepted: int | None = None
+    turns: list[float] | None = None
     split: str | None = None
     sample: int | None = None
     is_correct: bool | None = None

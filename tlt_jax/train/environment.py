@@ -82,13 +82,14 @@ class Play:
         config: Config,
         pool: Environments,
         tokenizer: Any,
+        eos_ids: Sequence[int],
         samples: int,
         stream: int,
         step: int,
     ):
         self.config, self.pool, self.tokenizer = config, pool, tokenizer
         self.samples, self.stream, self.step = samples, stream, step
-        self.talk = Conversation(config, tokenizer, pool.schemas)
+        self.talk = Conversation(config, tokenizer, pool.schemas, eos_ids)
         self.format = format_of(tokenizer) if pool.schemas else None
         self.prompts: Sequence[Prompt] = ()
         self.opened: list[Reply] = []
@@ -120,12 +121,12 @@ class Play:
     def prompt(self, prompt: Prompt, opened: Reply) -> Prompt:
         """A prompt with the messages of an environment after it; two of one role are joined."""
         said = [dict(message) for message in opened.messages]
-        if not said:
+        if not (said or self.pool.schemas):
             return prompt
         given = prompt.row["prompt"]
         before = [{"role": "user", "content": given}] if isinstance(given, str) else [*given]
         before = [message for message in before if message["content"]]
-        if before and before[-1]["role"] == said[0]["role"]:
+        if before and said and before[-1]["role"] == said[0]["role"]:
             last, first = before.pop(), said.pop(0)
             joint = "\n" if self.config.data.chat_template else ""
             said.insert(0, first | {"content": joint.join((last["content"], first["content"]))})
@@ -221,6 +222,10 @@ class Play:
         """Ends an answer."""
         self.ended[uid] = None
 
+    def rewards(self, uid: int) -> list[float]:
+        """The reward of each turn of an answer that its environment has played."""
+        return self.played[uid].rewards if uid in self.played else []
+
     def outcome(self, answer: Completion) -> dict[str, Any]:
         """What the reward `environment` reads of an answer that has ended; its environment is closed."""
         played = self.played.get(answer.uid) or Played(None)
@@ -229,7 +234,7 @@ class Play:
         rewards = played.rewards
         total = sum(rewards) if self.config.environment.reward == SUM else sum(rewards[-1:])
         numbers = played.numbers | {"turns": len(rewards)}
-        return {"reward": total, "failure": played.failure, "numbers": numbers, "rewards": rewards}
+        return {"reward": total, "failure": played.failure, "numbers": numbers}
 
     def __enter__(self) -> Play:
         return self

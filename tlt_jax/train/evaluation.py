@@ -76,7 +76,9 @@ class Evaluator:
 
         play = None
         if self.pool:
-            play = Play(self.config, self.pool, self.tokenizer, settings.samples, EVAL_STREAM, 0)
+            eos_ids = engine.model_config.eos_ids
+            sizes = settings.samples, EVAL_STREAM, 0
+            play = Play(self.config, self.pool, self.tokenizer, eos_ids, *sizes)
             prompts = play.open(prompts)
 
         def finished(answer: Completion) -> None:

@@ -52,13 +52,14 @@ if TYPE_CHECKING:
 class Rolled(NamedTuple):
     """The rollout of a step: the prompts that it may try, the answers that it learns from, the tuner's state after it.
 
-    `told`: text and log-prob sum of the local answers, by uid; `began`: when it started, on the stopwatch's clock.
+    `told`: text, log-prob sum and rewards of the turns of the local answers, by uid; `began`: when it started, on the
+    stopwatch's clock.
     """
 
     prompts: list[Prompt]
     result: RolloutResult
     tuner: TunerState
-    told: dict[int, tuple[str, float]]
+    told: dict[int, tuple[str, float, list[float] | None]]
     began: float
 
 
@@ -186,13 +187,14 @@ class Trainer:
         play = None
         if self.pool:
             sizes = config.rollout.samples, TRAIN_STREAM, state.step
-            play = Play(config, self.pool, self.run.tokenizer, *sizes)
+            play = Play(config, self.pool, self.run.tokenizer, self.run.model.eos_ids, *sizes)
 
         def finished(answer: Completion) -> None:
             prompt = prompts[answer.prompt]
             self.sampling.lengths[answer.uid] = len(answer.tokens)
             text = evaluation.submit(self.scorer, self.run.tokenizer, prompt, answer, play)
-            told[answer.uid] = text, float(np.sum(answer.logprobs, dtype=np.float64))
+            logprob = float(np.sum(answer.logprobs, dtype=np.float64))
+            told[answer.uid] = text, logprob, play.rewards(answer.uid) if play else None
 
         with self.watch.phase("rollout"), play or nullcontext():
             run, background = self.run, {}
@@ -306,6 +308,7 @@ class Trainer:
                     evaluation.record(
                         rolled.prompts, one, scores[one.uid], told[one.uid][0], uid=one.uid, group=one.prompt,
                         advantage=float(advantage), logprob=told[one.uid][1], accepted=one.accepted,
+                        turns=told[one.uid][2],
                     )
                     for one, advantage in zip(result.completions, batch.advantages, strict=True)
                 ]  # fmt: skip
