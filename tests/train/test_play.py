@@ -95,5 +95,5 @@ def test_answers_to_one_prompt_have_environments_of_their_own_and_turns_have_a_l
 def test_a_prompt_that_grows_too_long_is_named(calculator, tokenizer):
     config, pool = calculator
     short = replace(config, data=replace(config.data, max_prompt_tokens=10))
-    with pytest.raises(EnvironmentsError, match="row 0 has .* max_prompt_tokens is 10: raise it"):
+    with pytest.raises(EnvironmentsError, match="row 0 has .*max_prompt_tokens is 10: raise it"):
         play_of((short, pool), tokenizer)
