@@ -49,6 +49,10 @@ COMMANDS = {
         "tlt_jax.generate",
         "Answers prompts with a model, and says how fast, and how much was drafted.",
     ),
+    "serve": Command(
+        "tlt_jax.serve",
+        "Serves a model over HTTP, with the routes of vLLM and OpenAI: tokens in, tokens and log-probs out.",
+    ),
     "export": Command(
         "tlt_jax.export",
         "Writes the policy or the drafter of a checkpoint as a Hugging Face model directory.",

@@ -47,6 +47,7 @@ from tlt_jax.rollout.request import (
 from tlt_jax.rollout.run import RolloutRun
 from tlt_jax.rollout.scheduler import driver, planner
 from tlt_jax.rollout.scheduler.payback import SOON, Payback
+from tlt_jax.rollout.scheduler.queue import OpenQueue
 from tlt_jax.rollout.scheduler.state import Harvester
 from tlt_jax.rollout.selection import Selection
 from tlt_jax.spec_decode.decode_state import Weights
@@ -169,6 +170,7 @@ class EngineBase:
         selection: Selection | None = None,
         partner: Partner | None = None,
         turn_tokens: int = 0,
+        arrivals: OpenQueue | None = None,
     ) -> tuple[RolloutResult, TunerState]:
         """The result of a rollout, the same in all processes, and the tuner's state after it (None: an initial one before).
 
@@ -181,14 +183,14 @@ class EngineBase:
         this rollout is then lost. With a `selection` (in all processes) the result has the answers to the chosen prompts
         alone, `on_finish` gets those that may be chosen, and the rollout ends as soon as the choice is known. A `partner`
         replies to the turns of the local groups' sequences, each of at most `turn_tokens` tokens (0: any number), see
-        Dialogue; nothing is harvested then. Raises ConfigError for one in a deterministic rollout, since what is decoded
-        together depends on when replies come.
+        Dialogue; nothing is harvested then. `arrivals`: the sequences of the request, which come meanwhile. Raises ConfigError
+        for a partner in a deterministic rollout, since what is decoded together depends on when replies come.
         """
         if partner and self.cost_table:
             raise ConfigError(
                 "rollout.deterministic with an environment: what is decoded together depends on when it replies: set it false"
             )
-        given = request, weights, tuner, harvesters, selection, partner, turn_tokens
+        given = request, weights, tuner, harvesters, selection, partner, turn_tokens, arrivals
         run = RolloutRun(self, next(self.rollouts), *given)
         result = run.decode(listeners, on_finish, interrupted, idle_work, least_idle)
         result = run.exchanged(result, wanted)

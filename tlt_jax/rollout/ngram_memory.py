@@ -74,15 +74,18 @@ class NGramMemory:
             self.size -= sum(len(text.tokens) for text in texts)
             self.by_prompt[key] = kept
         self.prompts, self.samples, self.begun = prompts, samples, set()
-        self.keys = [
-            blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=16).digest()
-            if self.keeps_earlier
-            else index.to_bytes(8)
-            for index, prompt in enumerate(prompts)
-        ]
+        self.keys = [self.key_of(index) for index in range(len(prompts))]
+
+    def key_of(self, index: int) -> bytes:
+        """The key of the answers to a prompt."""
+        if not self.keeps_earlier:
+            return index.to_bytes(8)
+        return blake2b(np.asarray(self.prompts[index], np.int32).tobytes(), digest_size=16).digest()
 
     def write(self, uid: int, tokens: np.ndarray) -> None:
-        """Appends tokens int32[n] to an answer, unless it was dropped."""
+        """Appends tokens int32[n] to an answer, unless it was dropped; of a request that grows also to a new one."""
+        for index in range(len(self.keys), len(self.prompts)):
+            self.keys.append(self.key_of(index))
         key = self.keys[uid // self.samples]
         if uid not in self.begun:
             prompt = np.asarray(self.prompts[uid // self.samples], np.int32)
@@ -107,7 +110,8 @@ class NGramMemory:
         """int32 [B, budget]: for each row the newest texts of its prompt except its own, newest last; padded with SEPARATOR."""
         pools = np.full((len(uids), self.budget), SEPARATOR, np.int32)
         for row, uid in enumerate(uids):
-            texts = () if uid is None else self.by_prompt.get(self.keys[uid // self.samples], ())
+            known = uid is not None and uid // self.samples < len(self.keys)
+            texts = self.by_prompt.get(self.keys[uid // self.samples], ()) if known else ()
             end = self.budget
             for part in reversed(newest([text for text in texts if text.uid != uid], self.budget)):
                 pools[row, end - len(part) : end] = part

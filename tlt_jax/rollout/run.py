@@ -29,7 +29,7 @@ from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.scheduler import driver, group
 from tlt_jax.rollout.scheduler.payback import Payback
 from tlt_jax.rollout.scheduler.planner import Planner, learned, most_lag
-from tlt_jax.rollout.scheduler.queue import DealtQueue, WorkQueue
+from tlt_jax.rollout.scheduler.queue import DealtQueue, OpenQueue, WorkQueue
 from tlt_jax.rollout.scheduler.state import (
     GroupContext,
     GroupState,
@@ -63,7 +63,9 @@ class RolloutRun:
         selection: Selection | None = None,
         partner: Partner | None = None,
         turn_tokens: int = 0,
+        arrivals: OpenQueue | None = None,
     ):
+        self.arrivals = arrivals
         self.engine, self.number, self.request = engine, number, request
         self.tuner = engine.tuner.init() if tuner is None else tuner
         self.scope, job = f"rollout/{number}", engine.job
@@ -92,14 +94,16 @@ class RolloutRun:
         payback, prompts = engine.payback[request.params], len(request.prompts)
         expected = selecting.bound if selecting else prompts
         payback.begin(request.rollouts_left, expected * request.samples)
-        given = engine, request, self.tuner, payback, self.dialogue is not None
+        may_go_on = self.dialogue is not None or self.arrivals is not None
+        given = engine, request, self.tuner, payback, may_go_on
         planner = partial(make_planner, *given)
         sizes = prompts, request.samples, (lambda: selecting.bound) if selecting else None
         if engine.cost_table:
             count = len(engine.groups)
             parts = {i: (DealtQueue(i, count, *sizes), planner()) for i in engine.local_groups}
         else:
-            shared = WorkQueue(engine.job.board, self.scope, *sizes), planner()
+            queue = self.arrivals or WorkQueue(engine.job.board, self.scope, *sizes)
+            shared = queue, planner()
             parts = dict.fromkeys(engine.local_groups, shared)
         return [
             GroupContext(

@@ -5,10 +5,16 @@ In a deterministic rollout prompts are dealt to the groups beforehand instead.
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from tlt_jax.distributed.board import Board
+from tlt_jax.rollout.request import RolloutRequest
 
 
 class Taken(NamedTuple):
@@ -110,6 +116,50 @@ class WorkQueue:
             if started < self.samples and len(found) < count and prompt < bound:
                 found += self._start(prompt, 1 if started else count - len(found))[0]
         return found
+
+
+class OpenQueue:
+    """Sequences that come while others are decoded, in their order, for all groups of one process.
+
+    It writes them to the request, whose lists of prompts, limits and keys grow; each is a prompt with one sample. It ends once
+    `served` of them were added, or none is open for `patience` seconds: `add` then takes no more.
+    """
+
+    def __init__(self, request: RolloutRequest, patience: float, served: int = 4096):
+        self.request, self.patience, self.served = request, patience, served
+        self.lock, self.waiting = threading.Lock(), deque[int]()
+        self.open: set[int] = set()
+        self.is_ended, self.idle_since = False, time.monotonic()
+
+    def add(self, prompt: np.ndarray, most: int, key: np.ndarray) -> int | None:
+        """The uid of a new sequence of at most `most` new tokens; None when the queue has ended. From any thread."""
+        request = self.request
+        with self.lock:
+            if self.is_ended or len(request.prompts) > self.served:
+                return None
+            uid = len(request.prompts)
+            request.prompts.append(np.asarray(prompt, np.int32))
+            request.max_new_tokens.append(most)
+            request.keys.append(key)
+            self.open.add(uid)
+            self.waiting.append(uid)
+            return uid
+
+    def ended(self, uid: int) -> None:
+        """A sequence has ended."""
+        with self.lock:
+            self.open.discard(uid)
+            self.idle_since = time.monotonic()
+
+    def take(self, free: int, prefilled: Iterable[int] = ()) -> Taken:
+        """As WorkQueue.take."""
+        with self.lock:
+            found = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
+            is_idle = not self.open and time.monotonic() - self.idle_since > self.patience
+            is_full = len(self.request.prompts) > self.served and not self.open
+            self.is_ended |= is_idle or is_full
+            may_get_more = not found and not self.is_ended
+            return Taken([(uid, 0) for uid in found], frozenset(found), self.is_ended, may_get_more)
 
 
 class DealtQueue:
