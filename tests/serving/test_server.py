@@ -333,7 +333,7 @@ WRONG = {
     "kind": (GENERATE, {"token_ids": [1], "sampling_params": {"max_tokens": "9"}}, "a whole number"),
     "many": (GENERATE, {"token_ids": [1], "sampling_params": {"n": 1000}}, "1 to 128 answers"),
     "log-probs": (CHAT, {**HI, "logprobs": True, "top_logprobs": 5}, "ask for 1"),
-    "message": (CHAT, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, '"content": text'),
+    "message": (CHAT, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text"),
     "own": (CHAT, {"messages": [{"role": "assistant", "content": "5"}]}, "assistant"),
     "template": (CHAT, {**HI, "tools": [{1: 2}], "tool_choice": "required"}, "tool_choice"),
     "half": (TEXT, {"prompt": "\ud800"}, "surrogate"),
