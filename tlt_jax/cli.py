@@ -50,7 +50,7 @@ COMMANDS = {
         "Answers prompts with a model, and says how fast, and how much was drafted.",
     ),
     "serve": Command(
-        "tlt_jax.serve",
+        "tlt_jax.inference.serve",
         "Serves a model over HTTP, with the routes of vLLM and OpenAI: tokens in, tokens and log-probs out.",
     ),
     "export": Command(

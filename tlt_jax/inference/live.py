@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tlt_jax.errors import Interrupted
-from tlt_jax.inference.chat import Model
 from tlt_jax.keys import GENERATE_STREAM, sequence_keys
 from tlt_jax.rollout.recorder import FINISH, Emitted, Poll
 from tlt_jax.rollout.scheduler.queue import OpenQueue
@@ -24,6 +24,10 @@ IDLE_S, POLL_S = (
 )  # until a session ends that has nothing to do, and between two looks for its successor
 CANCELLED = "cancelled"  # finish reason
 Told = Callable[[list[int], list[float], str], None]
+
+
+if TYPE_CHECKING:
+    from tlt_jax.inference.chat import Model
 
 
 class Live:
@@ -106,11 +110,10 @@ class Live:
 
     def session(self, is_over: Callable[[], bool]) -> None:
         """One rollout, which takes what comes until it has nothing to do. Raises Interrupted."""
-        engine, config = self.rollouts.engine, self.rollouts.config
-        usual = [np.zeros(config.data.max_prompt_tokens, np.int32)]
-        most = self.longest - len(usual[0])
+        engine = self.rollouts.engine
+        first, most = [np.zeros(1, np.int32)], self.longest - 1  # as long as any, and not decoded
         request = engine.request(
-            usual, 1, self.sampling, most, stream=GENERATE_STREAM, step=0, rollouts_left=1
+            first, 1, self.sampling, most, stream=GENERATE_STREAM, step=0, rollouts_left=1
         )
         request = replace(
             request, prompts=[*request.prompts], max_new_tokens=[*request.max_new_tokens],

@@ -1,4 +1,4 @@
-"""`python -m tlt_jax.serve --model DIR`: a policy over HTTP, with the routes of vLLM and OpenAI; tokens in and tokens out."""
+"""`python -m tlt_jax.inference.serve --model DIR`: a policy over HTTP, with routes of vLLM and OpenAI."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> cli.Parser:
     """The command line; defaults and help texts are those of the knobs."""
-    out = cli.Parser(prog="python -m tlt_jax.serve", description=__doc__, allow_abbrev=False)
+    out = cli.Parser(
+        prog="python -m tlt_jax.inference.serve", description=__doc__, allow_abbrev=False
+    )
     out.add_argument("--model", required=True, help="Hugging Face model directory or hub id")
     out.add_argument("--name", help="name of the model for clients (default: that of --model)")
     out.add_argument(
