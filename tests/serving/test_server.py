@@ -232,6 +232,10 @@ def test_text_streams_without_halves_of_characters(serve, tokenizer):
     assert "".join(one["content"] for one in deltas) == "Zwölf – 🙂 é"
     assert not any("\N{REPLACEMENT CHARACTER}" in one["content"] for one in deltas)
     assert events[0]["object"] == "chat.completion.chunk"
+    half = tokenizer("é", add_special_tokens=False)["input_ids"][:1]
+    server, _ = serve(script=lambda prompt: half, end="length")
+    events = chat(server, "Hi", stream=True)
+    assert events[-1]["choices"][0]["delta"]["content"] == "\N{REPLACEMENT CHARACTER}"
 
 
 @pytest.mark.parametrize("piece", [1, 3, 100])
@@ -335,7 +339,10 @@ WRONG = {
     "log-probs": (CHAT, {**HI, "logprobs": True, "top_logprobs": 5}, "ask for 1"),
     "message": (CHAT, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text"),
     "own": (CHAT, {"messages": [{"role": "assistant", "content": "5"}]}, "assistant"),
-    "template": (CHAT, {**HI, "tools": [{1: 2}], "tool_choice": "required"}, "tool_choice"),
+    "choice": (CHAT, {**HI, "tools": [{1: 2}], "tool_choice": "required"}, "tool_choice"),
+    "own template": (CHAT, {**HI, "chat_template_kwargs": {"chat_template": "{{ 1 / 0 }}"}}, "template"),
+    "argument": (CHAT, {**HI, "chat_template_kwargs": {"tokenize": True}}, "the chat template rejects"),
+    "huge": (CHAT, {**HI, "top_k": 10**400}, "top_k 0"),
     "half": (TEXT, {"prompt": "\ud800"}, "surrogate"),
     "prompt": (TEXT, {"prompt": {}}, "give a text"),
     "stop": (TEXT, {"prompt": "a", "stop": [3]}, "give texts"),

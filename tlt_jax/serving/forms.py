@@ -85,8 +85,8 @@ def query(
     for name in SAMPLING:
         given, served = settings.get(name), getattr(backend.sampling, name)
         given = 0 if name == "top_k" and given == -1 else given
-        is_number = isinstance(given, int | float) and not isinstance(given, bool)
-        if given is not None and not (is_number and math.isclose(given, served)):
+        is_close = isinstance(given, float) and math.isclose(given, served)
+        if given is not None and (isinstance(given, bool) or not (is_close or given == served)):
             raise Refused(
                 f"{name} {short(given)}: this server samples with {name} {served:g}, for which its programs are "
                 f"compiled: leave {name} out"

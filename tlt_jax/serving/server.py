@@ -162,6 +162,8 @@ class Server:
         if not messages or messages[-1]["role"] == files.ASSISTANT:
             raise Refused("the conversation ends without a message for the assistant: add one")
         values = {**self.template_kwargs, **get(body, "chat_template_kwargs", dict, {})}
+        if "chat_template" in values:
+            raise Refused("a chat template of your own is not supported: leave it out")
         template = json.dumps([tools, values], sort_keys=True)
         asked = forms.query(
             CHAT, body, [self.prompt(messages, template)], self.backend, messages=messages,
