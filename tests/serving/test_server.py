@@ -440,6 +440,19 @@ def test_two_hundred_streams_run_at_once(serve):
     assert backend.most_running > 150
 
 
+def test_an_open_connection_answers_at_once(serve):
+    """A server that waits for packets to be confirmed takes 40 ms each time."""
+    server, _ = serve(piece=100)
+    connection, seconds = connect(server), []
+    for _ in range(9):
+        begin = time.monotonic()
+        body = json.dumps({"token_ids": [1]})
+        connection.request("POST", GENERATE, body, {"Content-Type": "application/json"})
+        connection.getresponse().read()
+        seconds.append(time.monotonic() - begin)
+    assert min(seconds[1:]) < 0.03
+
+
 def test_what_the_backend_ends_is_said(serve):
     server, _ = serve(end="cancelled")
     assert generate(server, [1])["choices"][0]["finish_reason"] == "abort"

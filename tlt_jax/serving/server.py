@@ -349,7 +349,16 @@ def listen(host: str, port: int, has_token: bool) -> socket.socket:
             raise ConfigError(
                 f"--host {host} can be reached by others: give a --token ({TOKEN}), or serve 127.0.0.1"
             )
-        return socket.create_server(address[:2], family=family, backlog=WAITING)
+        # asyncio sends small packets at once on sockets whose protocol is named.
+        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(WAITING)
+        except OSError:
+            listening.close()
+            raise
+        return listening
     except OSError as error:
         what = f"cannot be served ({error}): give another --host or --port"
         if error.errno == errno.EADDRINUSE:
