@@ -66,11 +66,16 @@ def test_a_tool_is_described_called_and_answers_in_the_format_of_the_template(
         assert "<tool_response>\n2\n</tool_response>" in tokenizer.decode(said(play)[2])
         play.hear(2, turn(tokenizer, call.replace("}}", "}")))
         assert play.replies() and play.played[2].numbers == {"tool_errors": 1}
+        play.hear(2, turn(tokenizer, call.replace("}}", "}") + call))
+        text = tokenizer.decode(said(play)[2])
+        assert "<tool_response>\n2\na call is not valid" in text and play.played[2].numbers == {
+            "tool_errors": 2
+        }
         play.hear(2, turn(tokenizer, "It is 2."))
         assert said(play) == {2: None}
-        assert play.rewards(2) == [0, 0, 0]
+        assert play.rewards(2) == [0, 0, 0, 0]
         outcome = play.outcome(SimpleNamespace(uid=2))
-        assert outcome == {"reward": 0, "failure": "", "numbers": {"tool_errors": 1, "turns": 3}}
+        assert outcome == {"reward": 0, "failure": "", "numbers": {"tool_errors": 2, "turns": 4}}
 
 
 def test_answers_to_one_prompt_have_environments_of_their_own_and_turns_have_a_limit(

@@ -63,6 +63,7 @@ class Played:
     numbers: dict[str, float] = field(default_factory=dict)  # the last of each; of errors the sum
     failure: str = ""
     is_heard: bool = False  # a turn of the policy waits for its reply
+    unread: str = ""  # what is wrong with calls of the last turn that cannot be read
 
     def add(self, numbers: Mapping[str, float]) -> None:
         """Adds the numbers of a turn."""
@@ -167,11 +168,13 @@ class Play:
         if self.format is not None:
             found, errors = parse_calls(self.tokenizer.decode(turn), self.format)
             calls = [Call(*call) for call in found]
-            if errors and not calls:
+            played.unread = "; ".join(errors)
+            if errors:
                 played.add({TOOL_ERRORS: len(errors)})
+            if errors and not calls:
                 played.rewards.append(0.0)
                 if len(played.rewards) < self.config.environment.turns:
-                    self.reply(uid, [{"role": "user", "content": "; ".join(errors)}])
+                    self.reply(uid, [])
                 else:
                     self.end(uid)
                 return
@@ -208,7 +211,13 @@ class Play:
         return found
 
     def reply(self, uid: int, messages: Sequence[dict[str, Any]]) -> None:
-        """Lets the answer go on after these messages."""
+        """Lets the answer go on after these messages, and what is wrong with its calls."""
+        unread, messages = self.played[uid].unread, [*messages]
+        if unread and messages:  # templates may reject a user's message after a tool's
+            last = messages[-1]
+            messages[-1] = last | {"content": f"{last['content']}\n{unread}"}
+        elif unread:
+            messages = [{"role": "user", "content": unread}]
         try:
             tokens = self.talk.continuation(self.played[uid].last, messages)
         except DataError as error:
