@@ -17,7 +17,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "RE
 MOST = {
     "lines of the package": 43_650,
     "modules of the package": 201,
-    "lines of tests": 39_050,
+    "lines of tests": 39_200,
     "lines of benchmarks": 2_970,
     "words of pages": 31_700,
     "knobs": 121,

@@ -108,7 +108,9 @@ def test_the_seconds_of_every_group_add_up_to_the_rollout_under_names_of_the_lis
         "group/busy_s@0": 4, "group/compile_wait_s@0": 2, "group/idle_s@0": 2,
         "group/busy_s@1": 1, "group/compile_wait_s@1": 2, "group/idle_s@1": 5,
     }  # fmt: skip
-    for name in found:
+    rollout.stats["awaited"] = 4.0  # with environments
+    assert step_metrics.of_groups(rollout, 2) == found | {"idle/environment": 0.25}
+    for name in [*found, "idle/environment"]:
         names.find(name, "scalar")
 
 

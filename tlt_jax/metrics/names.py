@@ -179,6 +179,7 @@ ROWS = [
     ("drafter/tokens_per_second", "answer tokens per second of drafter training"),
     # drafter training in idle time: speculation.drafter adaptive
     ("idle/ratio", "share of the data groups' rollout time without decoding, idle training included"),
+    ("idle/environment", "share of the data groups' rollout time in which all that a group had left waited for replies"),
     ("idle/used_ratio", "share of that time spent training the drafter"),
     ("idle/delay_s", "seconds that the end of the rollout waited for the last micro-step"),
     ("drafter/steps", "micro-steps of the step, all data groups"),

@@ -150,6 +150,8 @@ class RolloutRun:
             compile_seconds=sum(compiled.seconds for compiled in new),
             **programs.memory_held(groups),
         )
+        if self.dialogue:
+            result.stats.update(awaited=rollout.awaited)
         if background:
             used = sum(background.used.values())
             result.stats.update(idle_used=used, idle_delay=background.delay)

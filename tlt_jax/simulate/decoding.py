@@ -11,7 +11,7 @@ import numpy as np
 from tlt_jax.rollout.executables.programs import Decode
 from tlt_jax.simulate.trees import Trees, counted
 from tlt_jax.spec_decode.decode import Report
-from tlt_jax.spec_decode.decode_state import RUNNING, STOPPED, TRUNCATED, Admission
+from tlt_jax.spec_decode.decode_state import RUNNING, STOPPED, TRUNCATED, Admission, Appended
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.spec_decode.verify import BINS, Stats
 
@@ -53,13 +53,25 @@ def admit(rows: Rows, new: Admission, lengths: Lengths) -> Rows:
     """The rows with new sequences; an answer has the tokens that `lengths` gives, up to its limit."""
     rows = resize(rows, np.arange(len(rows.live)))
     for at in np.flatnonzero(new.rows < len(rows.live)):
-        row, key, prompt = new.rows[at], new.keys[at], new.lengths[at] + 1  # with the root
-        end = prompt + lengths(key)
-        rows.keys[row], rows.rounds[row], rows.tokens[row] = key, 0, prompt
-        rows.live[row] = True
-        rows.ends[row] = min(end, new.limits[at])
-        rows.finish[row] = STOPPED if end <= new.limits[at] else TRUNCATED
+        row = new.rows[at]
+        rows.keys[row], rows.rounds[row] = new.keys[at], 0
+        begin(rows, row, new.lengths[at] + 1, new.limits[at], lengths)  # with the root
     return rows
+
+
+def append(rows: Rows, new: Appended, lengths: Lengths) -> Rows:
+    """The rows in which these sequences go on after their replies."""
+    before, rows = rows.tokens, resize(rows, np.arange(len(rows.live)))
+    for row, count, limit in zip(new.rows, new.counts, new.limits, strict=True):
+        begin(rows, row, before[row] + count, limit, lengths)
+    return rows
+
+
+def begin(rows: Rows, row: int, tokens: int, limit: int, lengths: Lengths) -> None:
+    """Lets the row decode from so many tokens on."""
+    end = tokens + lengths(rows.keys[row])
+    rows.tokens[row], rows.live[row], rows.ends[row] = tokens, True, min(end, limit)
+    rows.finish[row] = STOPPED if end <= limit else TRUNCATED
 
 
 def decode_chunk(

@@ -15,6 +15,7 @@ from tlt_jax.distributed.board import Ending
 from tlt_jax.rollout.executables.compilation import BACKGROUND, CompileCosts
 from tlt_jax.rollout.executables.programs import (
     Admit,
+    Append,
     CatchUp,
     Decode,
     Harvest,
@@ -35,7 +36,7 @@ from tlt_jax.simulate import decoding
 from tlt_jax.simulate.cost_table import CAPTURED, CPU, FEATURES, CostTable
 from tlt_jax.simulate.decoding import Acceptance, Lengths, Rows
 from tlt_jax.spec_decode.decode import Report
-from tlt_jax.spec_decode.decode_state import Admission, Features
+from tlt_jax.spec_decode.decode_state import Admission, Appended, Features
 from tlt_jax.spec_decode.strategy import DRAFTERS, NGRAM, PLAIN, Strategy
 
 POLL_BEFORE_S = 1e-6  # `simulate` also polls this long before a program is done
@@ -121,6 +122,7 @@ class SimulatedPrograms:
             Start: self.start,
             Prefill: self.prefill,
             Admit: self.admit,
+            Append: self.append,
             Resize: self.resize,
             CatchUp: self.catch_up,
             Decode: self.decode,
@@ -266,6 +268,14 @@ class SimulatedPrograms:
         known[new.rows[new.rows < len(known)]] = 0
         return SimulatedState(rows, self.dispatch(program), known)
 
+    def append(
+        self, program: Append, state: SimulatedState, weights: Any, new: Appended
+    ) -> tuple[SimulatedState, Marker]:
+        marker = self.dispatch(program)
+        return replace(
+            state, rows=decoding.append(state.rows, new, self.lengths), lengths=marker
+        ), marker
+
     def resize(self, program: Resize, state: SimulatedState, rows: np.ndarray) -> SimulatedState:
         known = state.known[np.maximum(rows, 0)]
         return SimulatedState(decoding.resize(state.rows, rows), self.dispatch(program), known)
@@ -295,7 +305,7 @@ class SimulatedPrograms:
 def noiseless_seconds(round_cost: RoundCost, program: Program, rounds: int) -> float:
     """Seconds of a program without noise.
 
-    A prefill counts as a round with as many nodes as it has tokens. Writing a cache takes as long as
+    A prefill or a reply counts as a round with as many nodes as it has tokens. Writing a cache takes as long as
     a round takes to read it; a copy takes twice that. The `rounds` of a catch-up are the tokens that
     the drafter lacks, alike in all rows.
     """
@@ -308,6 +318,8 @@ def noiseless_seconds(round_cost: RoundCost, program: Program, rounds: int) -> f
             taken = max(rounds, IDLE_ROUND) * round_cost(batch, slots, strategy)
         case Prefill(_, prompts, width):
             taken = round_cost(prompts, width, replace(PLAIN, nodes=width))
+        case Append(StateShape(_, _, slots), rows, width):
+            taken = round_cost(rows, slots, replace(PLAIN, nodes=width))
         case CatchUp(StateShape(_, batch, slots)):
             nodes = max(-(-rounds // batch), 1)
             taken = DRAFTER * round_cost(batch, slots, replace(PLAIN, nodes=nodes))

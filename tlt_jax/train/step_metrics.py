@@ -184,17 +184,21 @@ def taken(measurements: Sequence[Measurement]) -> float:
 def of_groups(rollout: RolloutResult, groups: int) -> dict[str, float]:
     """Busy, idle and compile-wait seconds of every data group; the three add up to the rollout's seconds.
 
-    With more than MOST_LANES groups: min, mean and max of each, and the group that ended last.
+    With more than MOST_GROUPS groups: min, mean and max of each, and the group that ended last. With environments also the
+    share of their seconds in which groups waited for replies alone.
     """
     window = 0.0, rollout.stats["seconds"]
     seconds = group_seconds(rollout.spans, rollout.compile_waits, groups, window)
+    found = {}
+    if (awaited := rollout.stats.get("awaited")) is not None:
+        found["idle/environment"] = awaited / (groups * window[1])
     if groups <= timeline.MOST_GROUPS:
-        return {
+        return found | {
             f"group/{name}_s@{group}": value
             for group, one in enumerate(seconds)
             for name, value in one._asdict().items()
         }
-    found = {"group/latest": timeline.latest(rollout.spans, groups)[0]}
+    found["group/latest"] = timeline.latest(rollout.spans, groups)[0]
     for name, values in zip(GroupSeconds._fields, np.array(seconds).T, strict=True):
         found |= statistics(f"group/{name}_s", values, ("min", "mean", "max"))
     return found

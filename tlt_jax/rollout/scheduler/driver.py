@@ -103,6 +103,7 @@ class LocalGroups:
     """The data groups of one process that decode a request; the caller's loop calls `poll`.
 
     Listeners are called in order, after the dispatches of each poll. `on_finish` is called with every complete sequence.
+    `awaited`: seconds, summed over groups, in which all that a group could decode waited for replies.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class LocalGroups:
         self.contexts = {context.index: context for context in contexts}
         self.clock, self.is_stopping = clock, False
         self.states = {context.index: GroupState() for context in contexts}
+        self.awaited, self.polled = 0.0, dict.fromkeys(self.states, clock.now())
         self.recorder = RolloutRecorder(
             samples, clock.now(), on_finish, lambda seen: planners[seen.group].observe(seen)
         )
@@ -127,8 +129,10 @@ class LocalGroups:
         polls = []
         for context in self.contexts.values() if groups is None else map(self.contexts.get, groups):
             began = self.clock.now()
+            if self.states[context.index].awaits_replies:
+                self.awaited += began - self.polled[context.index]
             state, events = machine.advance(context, self.states[context.index], self.is_stopping)
-            self.states[context.index] = state
+            self.states[context.index], self.polled[context.index] = state, began
             taken = self.clock.taken() if events else 0.0
             poll = Poll(context.index, began, self.clock.now(), tuple(events), taken)
             self.tell(poll)

@@ -229,6 +229,11 @@ class GroupState:
         return bool(may_go_on) and not (self.is_busy or any(self.rows) or self.back)
 
     @property
+    def awaits_replies(self) -> bool:
+        """Nothing is left to decode until an environment replies."""
+        return self.is_waiting and bool(self.away)
+
+    @property
     def is_busy(self) -> bool:
         """Something is in flight, or certain to be dispatched."""
         return bool(self.flights or self.decision or self.windows)
