@@ -16,7 +16,7 @@ from training_runs import (
 )
 
 from tlt_jax import cli
-from tlt_jax.errors import ConfigError
+from tlt_jax.errors import ConfigError, EnvironmentsError
 from tlt_jax.train import loop
 
 TALK = {
@@ -88,8 +88,25 @@ def test_an_environment_that_fails_ends_its_answer_and_the_run_goes_on(
     assert f"the environment failed: {reason}" in said.out + said.err
 
 
+def test_rows_may_begin_with_what_the_environment_says(configure, tmp_path):
+    knobs = TALK | {
+        "data.task": "environment", "data.task_args": {}, "environment.path": "tlt_jax.environments.games:GuessNumber",
+        "environment.turn_tokens": 4, "train.steps": 2, "eval.every": 2, "sft.steps": 0, "rollout.stop": [],
+    }  # fmt: skip
+    config = configure(tmp_path / "guess", knobs)
+    assert loop.train(config) == cli.DONE
+    assert {one["prompt"] for step in (1, 2) for one in lines(config, step)} == {"guess 1-9:"}
+    silent = configure(tmp_path / "silent", knobs | {"environment.path": TALK["environment.path"]})
+    with pytest.raises(EnvironmentsError, match="says nothing at its start: let reset return text"):
+        loop.train(silent)
+
+
 def test_knobs_that_conflict_are_refused(configure, tmp_path):
+    rows = {"data.task": "environment", "data.task_args": {}, "sft.steps": 0}
     for change, message in (
+        (rows | {"environment.path": "", "reward.terms": {"task": 1.0}}, "set environment.path"),
+        (rows | {"reward.terms": {"task": 1.0}}, "set reward.terms {environment: 1.0}"),
+        (rows | {"sft.steps": 2}, "set sft.steps 0"),
         ({"rollout.deterministic": True}, "rollout.deterministic with an environment"),
         ({"environment.path": ""}, "names 'environment', and environment.path .* empty"),
     ):

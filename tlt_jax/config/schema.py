@@ -24,6 +24,7 @@ REWARDS = (
 )  # fmt: skip
 DROP = "drop"  # value of data.duplicates
 SUM, LAST = "sum", "last"  # values of environment.reward
+OPENINGS = "environment"  # value of data.task
 # Values of environment.path, before a colon, that are no modules: libraries with an adapter.
 TEXTARENA, REASONING_GYM = "textarena", "reasoning_gym"
 NGRAM, ADAPTIVE = "ngram", "adaptive"  # values of speculation.drafter; any other one is a directory
@@ -120,8 +121,8 @@ class Data:
     task: str = knob(
         "fold",
         "generated task, used when data.train is empty: fold: digits, for a new policy | guess: numbers to guess in several "
-        "turns, for a new policy | word_problems: arithmetic in sentences, for any tokenizer | module:function, which returns "
-        "your Task",
+        "turns, for a new policy | word_problems: arithmetic in sentences, for any tokenizer | environment: what the "
+        "environment says first | module:function, which returns your Task",
         or_own=True,
     )
     task_args: dict[str, Any] = knob({}, "arguments of the generated task (difficulty)")

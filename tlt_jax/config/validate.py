@@ -16,6 +16,7 @@ from tlt_jax.config.schema import (
     CISPO,
     GSPO,
     NONE,
+    OPENINGS,
     PPO,
     REASONING_GYM,
     REINFORCE_PP,
@@ -185,6 +186,14 @@ def validate_data_and_steps(config: Config) -> Iterator[str]:
 @refusing
 def validate_environment(config: Config) -> Iterator[str]:
     """Raises ConfigError for environments and tools that no worker could import, and for knobs without effect."""
+    if config.data.task == OPENINGS and not config.data.train:
+        needs = f"data.task {OPENINGS}"
+        if not config.environment.path:
+            yield f"{needs} needs an environment, which says what its rows are: set environment.path"
+        if "task" in config.reward.terms:
+            yield f"{needs} knows no answers, which the reward 'task' needs: set reward.terms {{environment: 1.0}}"
+        if config.sft.steps:
+            yield f"{needs} has no solutions for a supervised warm start: set sft.steps 0"
     knobs, longest = config.environment, config.rollout.max_new_tokens
     library, _, name = knobs.path.partition(":")
     is_known = library in (TEXTARENA, REASONING_GYM) and name

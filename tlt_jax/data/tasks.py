@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tlt_jax.config import extension
+from tlt_jax.config.schema import OPENINGS
 from tlt_jax.data import answers
 from tlt_jax.errors import ConfigError
 
@@ -401,8 +402,32 @@ class Guess:
                 return GuessRow(f"{split}-{index}", prompt, str(solution), str(number), low, high)
 
 
+@dataclass(frozen=True)
+class Openings:
+    """Rows without a prompt: each begins with what its environment says first (environment.path), which its seed decides.
+
+    Neither has a solution to imitate or an answer that `verify` could know; rewards are the environment's.
+    """
+
+    def rows(self, seed: int, indices: Sequence[int], split: str) -> list[Row]:
+        """Rows that differ by their names."""
+        return [Row(f"{split}-{index}", "", "", "") for index in indices]
+
+    def verify(self, completion: str, answer: str) -> float:
+        """Raises ConfigError."""
+        raise ConfigError(f"data.task {OPENINGS!r} knows no answers: set reward.terms")
+
+    def longest_row(self) -> Row:
+        """A row."""
+        return Row("longest", "", "", "")
+
+    def tokenizer(self):
+        """As WordProblems.tokenizer."""
+        return WordProblems().tokenizer()
+
+
 METHODS = ("rows", "verify", "longest_row", "tokenizer")
-TASKS = {"fold": Fold, "word_problems": WordProblems, "guess": Guess}
+TASKS = {"fold": Fold, "word_problems": WordProblems, "guess": Guess, OPENINGS: Openings}
 
 
 def make(name: str, args: dict[str, Any]) -> Task:

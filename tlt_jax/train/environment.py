@@ -122,9 +122,13 @@ class Play:
     def prompt(self, prompt: Prompt, opened: Reply) -> Prompt:
         """A prompt with the messages of an environment after it; two of one role are joined."""
         said = [dict(message) for message in opened.messages]
+        given = prompt.row["prompt"]
+        if not (said or given):
+            raise EnvironmentsError(
+                f"row {prompt.id} has no prompt, and its environment says nothing at its start: let reset return text"
+            )
         if not (said or self.pool.schemas):
             return prompt
-        given = prompt.row["prompt"]
         before = [{"role": "user", "content": given}] if isinstance(given, str) else [*given]
         before = [message for message in before if message["content"]]
         if before and said and before[-1]["role"] == said[0]["role"]:
