@@ -330,7 +330,8 @@ def test_a_worker_killed_from_outside_is_replaced(user_module):
         ("their_rewards:f", "module 'their_rewards' has no function 'f'"),
         (
             "exakt",
-            "no reward 'exakt': use task, math, math_flexible, gsm8k, gsm8k_flexible, exact, format or module:function",
+            "no reward 'exakt': use task, math, math_flexible, gsm8k, gsm8k_flexible, exact, format, environment or "
+            "module:function",
         ),
     ],
 )
@@ -410,10 +411,11 @@ def test_no_model_text_is_compiled(monkeypatch):
     attack = "__import__('os').system('marker')"
     texts = [attack, f"\\boxed{{{attack}}}", f"${attack}$", f"#### {attack}"]
     texts += [f"the answer is {attack}", "1/2*(marker)"]
+    row = {"answer": "4", "environment": {"failure": "", "reward": 0.0, "numbers": {}}}
     for name in REWARDS:
         reward = terms.resolve(name, Config())
         for text in texts:
-            assert terms.evaluate(name, reward, "", text, {"answer": "4"})[name] in (0.0, 0.5)
+            assert terms.evaluate(name, reward, "", text, row)[name] in (0.0, 0.5)
     is_watching = False
     assert not [source for source in compiled if "marker" in source]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,7 @@ class Partner:
         }
 
 
+@cache
 def expected(policy=POLICY) -> list[tuple[int, list[int], list[bool], str]]:
     """Turn by turn, by the training forward over each whole prefix: tokens, whose they are, and why the answer ended."""
     params = architecture.init(policy, make_mesh(1, 1), jax.random.key(0), "float64")
@@ -133,12 +135,18 @@ def test_experts_of_all_turns_and_replies_are_recorded(x64):
         "none", NO, policy=policy, slots=5, chunk=3, batch_buckets=[5], cache_buckets=[48], max_new_tokens=LIMIT, records=True
     )  # fmt: skip
     result = talk(engine, weights, Partner(), records=True)
-    rollout = architecture.to_rollout(tiny.params_of(engine), policy, engine.mesh, "float64")
     assert any(one.replies for one in result.completions)
+    check_records(engine, policy, result)
+
+
+def check_records(engine, policy, result):
+    """Compares records with those of prefills of the whole texts."""
+    rollout = architecture.to_rollout(tiny.params_of(engine), policy, engine.mesh, "float64")
+    prefill = jax.jit(partial(transformer.prefill, rollout, policy))
     for one in result.completions:
-        text = jnp.array([*tiny.PROMPTS[one.prompt], *one.tokens], jnp.int32)[None, :-1]
-        whole = transformer.prefill(rollout, policy, text, jnp.array([text.shape[1]])).experts[0]
-        np.testing.assert_array_equal(one.record, whole)
+        text = [*tiny.PROMPTS[one.prompt], *one.tokens][:-1]
+        whole = prefill(jnp.array([text + [0] * (48 - len(text))]), jnp.array([len(text)]))
+        np.testing.assert_array_equal(one.record, whole.experts[0, : len(text)])
 
 
 def test_a_deterministic_rollout_has_no_partner(x64):
@@ -187,13 +195,8 @@ def test_replies_that_are_appended_alone_change_no_token(
     assert found == expected(policy)
     replies = sum(len(one.replies) for one in result.completions)
     assert appended and (slots == 5 or len(appended) > replies // 4)
-    if policy is POLICY:
-        return
-    rollout = architecture.to_rollout(tiny.params_of(engine), policy, engine.mesh, "float64")
-    for one in result.completions:
-        text = jnp.array([*tiny.PROMPTS[one.prompt], *one.tokens], jnp.int32)[None, :-1]
-        whole = transformer.prefill(rollout, policy, text, jnp.array([text.shape[1]])).experts[0]
-        np.testing.assert_array_equal(one.record, whole)
+    if policy is not POLICY:
+        check_records(engine, policy, result)
 
 
 def kind_of(event) -> str:
