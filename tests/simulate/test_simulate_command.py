@@ -81,6 +81,10 @@ def test_several_numbers_of_groups_have_a_line_each_and_a_picture(config, tmp_pa
         (["--lengths", "none.yaml"], "no run folder, MEDIAN,SIGMA or preset"),
         (["--groups", "0"], "give numbers from 1"),
         (["--rollout.sample", "2"], "rollout.sample"),
+        (
+            ["--environment.path", "toy_environments:Echo"],
+            "one turn alone: set environment.path ''",
+        ),
         (["--record", "no", "--costs", "x.csv"], "leave out --config, only --costs goes with it"),
     ],
 )

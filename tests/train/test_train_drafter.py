@@ -263,6 +263,9 @@ def test_a_drafter_can_be_trained_on_and_given_texts_without_any_answers(
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             drafter.train(configure(tmp_path / "wrong", knobs | wrong))
+    playing = {"environment.path": "toy_environments:Echo", "drafter_training.texts": ""}
+    with pytest.raises(ConfigError, match="one turn alone: set environment.path ''"):
+        drafter.train(configure(tmp_path / "playing", knobs | playing))
     narrow = {"model.path": "", "model.tokenizer": whole.model.path, "model.init": SIZES}
     with pytest.raises(ModelError, match="hidden_size 32 is not the policy's 16"):
         drafter.train(configure(tmp_path / "narrow", knobs | narrow))

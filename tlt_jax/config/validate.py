@@ -86,6 +86,17 @@ def validate_without_training(config: Config) -> Iterator[str]:
 
 
 @refusing
+def validate_one_turn(config: Config) -> Iterator[str]:
+    """Raises ConfigError for environments and tools, of which a command without them knows nothing."""
+    for knob, empty in (("path", ""), ("tools", [])):
+        if given := getattr(config.environment, knob):
+            yield (
+                f"environment.{knob} {given!r}: this command lets answers have one turn alone: set environment.{knob} "
+                f"{empty!r}, and rewards and data that need none"
+            )
+
+
+@refusing
 def validate_rl(config: Config) -> Iterator[str]:
     """Raises ConfigError for knobs that an RL run cannot have."""
     if config.rollout.temperature == 0:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 
 from tlt_jax import atomic, cli
-from tlt_jax.config import Config, load as loading
+from tlt_jax.config import Config, load as loading, validate
 from tlt_jax.distributed.process import processors
 from tlt_jax.errors import ConfigError, UserError
 from tlt_jax.metrics import timeline
@@ -99,6 +99,7 @@ def recorded(given: argparse.Namespace, knobs: Sequence[str]) -> int:
 def simulated(given: argparse.Namespace, knobs: Sequence[str]) -> int:
     """Runs the arms on each number of data groups, and prints what they take."""
     config, names = loading.parse(knobs), given.arms.split(",")
+    validate.validate_one_turn(config)
     if unknown := [name for name in names if name not in ARMS]:
         raise ConfigError(f"--arms {given.arms}: {unknown[0]!r} is none of {', '.join(ARMS)}")
     numbers = groups_of(given.groups, config)

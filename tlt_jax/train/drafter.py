@@ -14,7 +14,7 @@ import jax
 from tlt_jax import atomic, cli, run_folder
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
-from tlt_jax.config import Config, load as configuration
+from tlt_jax.config import Config, load as configuration, validate
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.data.adapter_files import has_tokenizer, tokenizer_source
 from tlt_jax.data.packing import Example
@@ -45,6 +45,8 @@ def train(config: Config) -> int:
     """Trains to drafter_training.steps, from the newest checkpoint if one exists; returns the exit code."""
     config = replace(config, run=str(Path(config.run) / run_folder.DRAFTER))
     check_trackers(config)
+    if not config.drafter_training.texts:
+        validate.validate_one_turn(config)
     from_config.check_drafter_training(config)
     tokenizer = find_tokenizer(config)
     dataset = None
