@@ -306,7 +306,7 @@ def test_pauses_between_polls_grow_stay_short_relative_to_the_wait_and_restart_a
         wait = next(due, None)
         waits.append([])
         ready[0] = clock[0] + (wait or 0)
-        return SimpleNamespace(is_released=wait is None), ["something"]
+        return SimpleNamespace(is_released=wait is None, awaits_replies=False), ["something"]
 
     ready = [0.0]
     monkeypatch.setattr(driver.machine, "advance", advance)
