@@ -18,10 +18,8 @@ from tlt_jax.rollout.scheduler.queue import OpenQueue
 from tlt_jax.spec_decode.decode_state import RUNNING
 from tlt_jax.spec_decode.interface import Sampling
 
-IDLE_S, POLL_S = (
-    5.0,
-    0.2,
-)  # until a session ends that has nothing to do, and between two looks for its successor
+IDLE_S = 5.0  # until a session ends that has nothing to do
+POLL_S = 0.2  # between two looks for its successor
 CANCELLED = "cancelled"  # finish reason
 Told = Callable[[list[int], list[float], str], None]
 
