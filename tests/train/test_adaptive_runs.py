@@ -49,6 +49,19 @@ ADAPTIVE = UNEVEN | {
 }
 
 
+def check_learning(configure, tmp_path, monkeypatch, knobs):
+    """A drafter learns on idle groups and from rows of the update, and changes no bit of the policy."""
+    groups_train(monkeypatch)
+    plain = configure(tmp_path / "plain", UNEVEN | knobs)
+    adaptive = configure(tmp_path / "adaptive", ADAPTIVE | knobs | {"drafter_training.share": 0.5})
+    for config in (plain, adaptive):
+        assert loop.train(config) == cli.DONE
+    assert_same_bits(adaptive, plain)
+    found = events(adaptive)
+    assert sum(value for _, value in found["drafter/update_tokens"]) > 0
+    assert all(np.isfinite(value) for _, value in found["drafter/loss"])
+
+
 @pytest.fixture(scope="module")
 def plain(configure, shared):
     """The run without a drafter."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from idle_process import groups_train
 from jobs import Job
-from test_adaptive_runs import ADAPTIVE, UNEVEN
+from test_adaptive_runs import check_learning
 from test_lora_runs import sizes
 from training_runs import (
     SIZES,
@@ -93,16 +92,8 @@ def test_replay_brings_the_ratio_of_rollout_and_update_nearer_to_1_in_bfloat16(c
 
 def test_a_drafter_learns_from_experts_and_changes_no_bit(configure, tmp_path, monkeypatch):
     """On idle groups and from rows of the update; its layer is dense."""
-    groups_train(monkeypatch)
     knobs = EXPERTS | {"train.steps": 3, "algorithm.router_replay": "always"}
-    plain = configure(tmp_path / "plain", UNEVEN | knobs)
-    adaptive = configure(tmp_path / "adaptive", ADAPTIVE | knobs | {"drafter_training.share": 0.5})
-    for config in (plain, adaptive):
-        assert loop.train(config) == cli.DONE
-    assert_same_bits(adaptive, plain)
-    found = events(adaptive)
-    assert sum(value for _, value in found["drafter/update_tokens"]) > 0
-    assert all(np.isfinite(value) for _, value in found["drafter/loss"])
+    check_learning(configure, tmp_path, monkeypatch, knobs)
 
 
 def test_adapters_leave_experts_alone_and_model_2_equals_model_1(configure, tmp_path):

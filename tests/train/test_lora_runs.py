@@ -7,15 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from idle_process import groups_train
 from jobs import Job
-from test_adaptive_runs import ADAPTIVE, UNEVEN
+from test_adaptive_runs import check_learning
 from test_dynamic_sampling import DYNAMIC
 from training_runs import (
     STEPS,
     assert_close,
     assert_equal,
-    assert_same_bits,
     completions,
     events,
     having,
@@ -154,16 +152,8 @@ def test_a_drafter_learns_from_the_policy_with_adapters_and_changes_no_bit(
     configure, tmp_path, monkeypatch
 ):
     """On idle groups and from rows of the update, for which the features are those of the policy with its adapters."""
-    groups_train(monkeypatch)
     knobs = LORA | {"train.steps": 3}
-    plain = configure(tmp_path / "plain", UNEVEN | knobs)
-    adaptive = configure(tmp_path / "adaptive", ADAPTIVE | knobs | {"drafter_training.share": 0.5})
-    for config in (plain, adaptive):
-        assert loop.train(config) == cli.DONE
-    assert_same_bits(adaptive, plain)
-    found = events(adaptive)
-    assert sum(value for _, value in found["drafter/update_tokens"]) > 0
-    assert all(np.isfinite(value) for _, value in found["drafter/loss"])
+    check_learning(configure, tmp_path, monkeypatch, knobs)
 
 
 def test_two_processes_train_the_adapters_of_one(configure, tmp_path):
