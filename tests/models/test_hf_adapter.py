@@ -73,6 +73,24 @@ def test_what_is_written_is_read_back_on_another_mesh_bit_by_bit(saved):
     assert len(names) == 2 * 3 * 2
 
 
+def test_adapters_of_a_shared_expert_have_its_name_and_are_read_back(tmp_path):
+    base, mesh = model_cases.write("qwen2_moe", tmp_path / "base"), make_mesh(1, 1)
+    model, directory = hf_config.read_config(base), tmp_path / "adapter"
+    adapters = adapters_of(LORA, model, mesh)
+    hf_adapter.save(adapters, LORA, model, directory, mesh, str(base), None, "float32")
+    matrix = "model.layers.1.mlp.shared_expert.down_proj"
+    assert f"base_model.model.{matrix}.lora_A.weight" in load_file(directory / WEIGHTS)
+    settings = json.loads((directory / CONFIG).read_text())
+    assert settings["target_modules"] == ["q_proj", "v_proj"]
+    assert f"{matrix}.weight" in settings["target_parameters"]
+    assert hf_adapter.read_lora(directory) == LORA
+    found = hf_adapter.load(directory, LORA, model, mesh, "float32")
+    jax.tree.map(np.testing.assert_array_equal, found, adapters)
+    others = {"target_parameters": ["model.layers.0.mlp.experts.gate_up_proj"]}
+    with pytest.raises(ModelError, match="target_parameters .*gate_up_proj.* is not supported"):
+        hf_adapter.read_lora(copied(directory, tmp_path / "other", **others))
+
+
 def test_a_path_of_adapters_is_their_base_with_them_merged(saved):
     base, directory = saved
     config = Config(model=replace(Config().model, path=str(directory)))

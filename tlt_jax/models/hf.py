@@ -148,14 +148,18 @@ def layer_tensors(
         yield from tensors_of_layer(prefix.format(layer), layers, family, "layers", place)
 
 
+def names_in_layer(family: Family, has_experts: bool) -> dict[str, str]:
+    """Field of Layer -> its tensor in a layer."""
+    return IN_LAYER | family.renamed | (SHARED if has_experts else {})
+
+
 def tensors_of_layer(
     prefix: str, layers: Layer, family: Family, leaf: str, place: int | None
 ) -> Iterator[Tensor]:
     """The tensors of one layer: that at `place` of a stack of Weights, which is the leaf of this name; None: not stacked."""
     wholes = {fields[0]: (name, fields) for name, fields in family.joined.items()}
     parts = {field for fields in family.joined.values() for field in fields[1:]}
-    names = IN_LAYER | family.renamed | ({} if layers.router is None else SHARED)
-    for field, name in names.items():
+    for field, name in names_in_layer(family, layers.router is not None).items():
         if getattr(layers, field) is None or field in parts:
             continue
         if "{}" in name:

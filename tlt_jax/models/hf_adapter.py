@@ -8,7 +8,7 @@ adapter that peft makes: one a, which every part gets, and the rows of b.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,9 @@ JOINED = {
     for name, parts in family.joined.items()
 }
 LAYER = r"base_model\.model\.model\.layers\.\d+\."
-NAME = re.compile(LAYER + r"(?:self_attn|mlp)\.(\w+)\.lora_A\.weight")
+NAME = re.compile(LAYER + r"(?:self_attn|mlp|mlp\.shared_expert)\.(\w+)\.lora_A\.weight")
+MLP = "gate_proj", "up_proj", "down_proj"
+PARAMETER = re.compile(rf".*\bmlp\.(?:shared_expert\.)?(?:{'|'.join(MLP)})\.weight")
 
 
 def read_lora(directory: Path) -> Lora:
@@ -107,6 +109,8 @@ def refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> None:
         )
     for name, value in raw.items():
         is_neutral = value == NEUTRAL[name] if name in NEUTRAL else not value
+        if name == "target_parameters":
+            is_neutral = all(map(PARAMETER.fullmatch, value or ()))
         if name not in READ and not (is_neutral or value in (None, False, [], {})):
             raise ModelError(f"{path}: {name} {value!r} is not supported: {MERGE}")
     start = raw.get("init_lora_weights", True)
@@ -124,10 +128,11 @@ def tensors(lora: Lora, model: ModelConfig, shares_a: bool = False) -> Iterator[
     behind = {part for parts in joined.values() for part in parts[1:]}
     for layer in range(model.num_layers):
         group, place = model.place(layer)
+        names = hf.names_in_layer(FAMILIES[model.family], layer in model.expert_layers)
         spec = (whole.groups[group] if whole.groups else whole).present
         prefix = f"groups.{group}." if whole.groups else ""
         for name in (name for name in spec if name not in behind):
-            matrix, parts = wholes.get(name, (hf.IN_LAYER[name], (name,)))
+            matrix, parts = wholes.get(name, (names[name], (name,)))
             file_name = f"base_model.model.model.layers.{layer}.{matrix.removesuffix('.weight')}"
             for factor in ("a", "b"):
                 shapes = [getattr(spec[part], factor).shape[1:] for part in parts]
@@ -191,6 +196,8 @@ def save(
     if jax.process_index() == 0:
         directory.mkdir(parents=True, exist_ok=True)
         described = adapter_config(lora, base, FAMILIES[model.family].joined)
+        if model.num_experts:
+            described |= beside_experts(lora, wanted)
         for name, value in {CONFIG: described, **files}.items():
             hf.write_json(directory / name, value)
         if tokenizer is not None:
@@ -223,6 +230,14 @@ def adapter_config(lora: Lora, base: str, joined: Mapping[str, tuple[str, ...]])
         "alpha_pattern": {name: count * alpha for name, count in counts.items()},
         "inference_mode": True,
     }
+
+
+def beside_experts(lora: Lora, wanted: Sequence[Tensor]) -> dict[str, Any]:
+    """Entries of a model with experts: peft 0.21 takes an MLP's name in target_modules for its experts, not for these MLPs."""
+    names = (re.sub(r"base_model\.model\.(.*)\.lora_[AB]", r"\1", one.name) for one in wanted)
+    found = dict.fromkeys(name for name in names if PARAMETER.fullmatch(name))
+    others = [target for target in lora.targets if target not in MLP]
+    return {"target_modules": others, "target_parameters": [*found]}
 
 
 def check(lora: Lora, directory: Path) -> None:
