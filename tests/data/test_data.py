@@ -801,17 +801,19 @@ def test_rows_of_a_task_with_one_id_are_refused():
 
 def test_the_tokenizer_is_the_tasks_own_or_that_of_a_directory(tmp_path):
     config = make_config()
-    assert datasets.tokenizer(config).eos_token == tasks.EOS
+    assert prompt_format.tokenizer_of(config).eos_token == tasks.EOS
     make_tokenizer(TEMPLATE).save_pretrained(tmp_path)
-    loaded = datasets.tokenizer(replace(config, model=replace(config.model, path=str(tmp_path))))
+    loaded = prompt_format.tokenizer_of(
+        replace(config, model=replace(config.model, path=str(tmp_path)))
+    )
     assert len(loaded) == len(make_tokenizer()) and loaded.chat_template == TEMPLATE
     with pytest.raises(DataError, match="set model.path or model.tokenizer"):
-        datasets.tokenizer(make_config("a.jsonl"))
+        prompt_format.tokenizer_of(make_config("a.jsonl"))
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match="model.tokenizer .* has no loadable tokenizer"):
-        datasets.tokenizer(
+        prompt_format.tokenizer_of(
             replace(config, model=replace(config.model, tokenizer=str(tmp_path / "none")))
         )
     for missing in (str(tmp_path / "missing"), "./missing", "missing"):
         with pytest.raises(DataError, match="model.path .* is neither a directory nor a hub id"):
-            datasets.tokenizer(replace(config, model=replace(config.model, path=missing)))
+            prompt_format.tokenizer_of(replace(config, model=replace(config.model, path=missing)))

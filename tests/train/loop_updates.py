@@ -14,7 +14,7 @@ import optax
 import toy_rewards
 from observed import Run
 
-from tlt_jax.data import dataset as datasets
+from tlt_jax.data import prompt_format
 from tlt_jax.models import architecture, from_config, transformer
 
 BETA1 = 0.9
@@ -56,7 +56,7 @@ def programs(
 def programs_of(run: Run):
     """The programs of a run's knobs."""
     knobs = run.config.algorithm
-    model = from_config.model_config(run.config, datasets.tokenizer(run.config))
+    model = from_config.model_config(run.config, prompt_format.tokenizer_of(run.config))
     clips = knobs.clip_low, knobs.clip_high
     return programs(model, run.config.rollout.temperature, clips, knobs.entropy_coef)
 
@@ -77,7 +77,7 @@ def lines(run: Run, step: int) -> list[dict]:
 
 def check_files(run: Run) -> None:
     """The completions files have the decoded answers, and the rewards of their texts."""
-    tokenizer, (weight,) = datasets.tokenizer(run.config), run.config.reward.terms.values()
+    tokenizer, (weight,) = prompt_format.tokenizer_of(run.config), run.config.reward.terms.values()
     for step, one in enumerate(run.trainings, start=1):
         for line, (prompt, answer) in zip(lines(run, step), one.texts, strict=True):
             text = tokenizer.decode(answer, skip_special_tokens=True)

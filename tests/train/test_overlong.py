@@ -16,7 +16,7 @@ from loop_updates import check_batches, check_clipping, check_losses, learned, l
 from observed import Rolled, Run
 
 from tlt_jax.config.validate import validate_rl
-from tlt_jax.data import dataset as datasets
+from tlt_jax.data import prompt_format
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import from_config
@@ -174,7 +174,7 @@ def test_the_drafter_learns_from_answers_that_the_loss_leaves_out(run):
 
 def test_the_rows_that_programs_are_compiled_for_are_those_of_the_update(run):
     config, mesh = run.config, make_mesh(1, 1)
-    model = from_config.model_config(config, datasets.tokenizer(config))
+    model = from_config.model_config(config, prompt_format.tokenizer_of(config))
     rows = batches.abstract_rows_of(config, Recipe.of(config, model, mesh, 4))
     assert jax.tree.structure(rows) == jax.tree.structure(run.updates[0].batch)
 

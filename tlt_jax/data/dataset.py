@@ -7,15 +7,14 @@ import json
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grain
 import numpy as np
 
-from tlt_jax.config import Config, parse
+from tlt_jax.config import Config
 from tlt_jax.config.schema import DROP, Data
-from tlt_jax.data import adapter_files, files, prompt_format, tasks
+from tlt_jax.data import files, prompt_format, tasks
 from tlt_jax.data.files import ID, Problems
 from tlt_jax.data.prompt_format import Encoder, Prompt, token_bytes
 from tlt_jax.data.stop_rules import StopRules, stop_texts
@@ -150,32 +149,6 @@ class Dataset:
     def _order(self, stream: int, rows: int) -> grain.MapDataset:
         order = grain.MapDataset.range(rows).seed(order_seed(self.config.train.seed, stream))
         return (order.shuffle() if self.config.data.shuffle else order).repeat()
-
-
-def tokenizer(config: Config) -> Any:
-    """The tokenizer of model.tokenizer, else of model.path, else of the generated task.
-
-    Raises DataError when it cannot be loaded or has no EOS token.
-    """
-    knob = "model.tokenizer" if config.model.tokenizer else "model.path"
-    source = config.model.tokenizer or config.model.path
-    if not source and config.data.train:
-        raise DataError("data.train needs a tokenizer: set model.path or model.tokenizer")
-    if not source:
-        return tasks.make(config.data.task, config.data.task_args).tokenizer()
-
-    path = adapter_files.tokenizer_source(parse.expand(source, knob))
-    if not Path(path).exists() and not parse.HUB_ID.fullmatch(path):
-        raise DataError(
-            f"{knob} {source!r} is neither a directory nor a hub id (owner/name): correct it"
-        )
-
-    loaded = prompt_format.load_tokenizer(path, f"{knob} {source!r}")
-    if loaded.eos_token_id is None:
-        raise DataError(
-            f"the tokenizer of {knob} {source!r} has no EOS token: add eos_token to its tokenizer_config.json"
-        )
-    return loaded
 
 
 def stop_rules(config: Config, tokenizer: Any) -> StopRules | None:

@@ -397,7 +397,7 @@ def opened(
         config = replace(config, drafter_training=replace(config.drafter_training, start=NONE))
     job, tokenizer = job or jobs.of_caller(config), None
     if config.model.tokenizer:
-        tokenizer = datasets.tokenizer(config)
+        tokenizer = prompt_format.tokenizer_of(config)
     if given is None:
         tokenizer = tokenizer or prompt_format.find_tokenizer(from_config.model_directory(config))
         eos = None if tokenizer is None else tokenizer.eos_token_id

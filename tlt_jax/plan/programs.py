@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from tlt_jax.config import Config
 from tlt_jax.config.schema import ADAPTIVE
-from tlt_jax.data import dataset as datasets, packing
+from tlt_jax.data import packing, prompt_format
 from tlt_jax.drafter import recipe as drafter_recipe, update as drafter_update
 from tlt_jax.drafter.idle_training import MOST_TOKENS
 from tlt_jax.drafter.update import MicroStep
@@ -42,7 +42,7 @@ def sizes(config: Config) -> ModelConfig:
     """The model of model.init if it has a vocab_size (no files needed), else that of the model directory."""
     if "vocab_size" in config.model.init:
         return hf_config.new_config(config.model.init, config.model.init["vocab_size"], ())
-    return from_config.model_config(config, datasets.tokenizer(config))
+    return from_config.model_config(config, prompt_format.tokenizer_of(config))
 
 
 def drafter(config: Config, model: ModelConfig) -> DrafterConfig | None:
