@@ -41,7 +41,10 @@ class Partner:
     def __init__(self, wait=lambda uid, count: 0):
         self.wait, self.heard, self.due, self.calls = wait, {}, [], 0
 
-    def hear(self, uid, turn):
+    def most(self, uid):
+        return 0
+
+    def hear(self, uid, turn, logprobs):
         self.heard.setdefault(uid, []).append(turn.tolist())
         count = len(self.heard[uid])
         reply = reply_to(uid, turn.tolist(), count)

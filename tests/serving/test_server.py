@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -36,6 +37,8 @@ class Backend:
     model: str = "tiny"
     vocab: int = VOCAB
     longest: int = LONGEST
+    stops: object = None
+    known: object = field(default_factory=OrderedDict)
     sampling: object = field(
         default_factory=lambda: SimpleNamespace(temperature=0.7, top_k=0, top_p=1.0)
     )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jobs import Job
 from training_runs import (
+    TASK,
     assert_close,
     completions,
     events,
@@ -54,6 +55,25 @@ def test_a_resumed_run_with_drafts_ends_with_the_same_bits(talked, tmp_path):
     }  # fmt: skip
     drafted = resumed(talked, tmp_path / "drafted", 2, drafting)
     assert max(value for _, value in events(drafted)["speculation/accept_length"]) > 1
+
+
+def test_an_agent_that_owns_its_loop_samples_the_tokens_of_the_same_environment(
+    configure, talked, tmp_path
+):
+    """One whose answer has been cut by rollout.max_new_tokens has not returned, and has no reward."""
+    knobs = TALK | {
+        "environment.path": "toy_environments:echo_agent", "environment.args": {"task": TASK}, "train.steps": 1,
+        "eval.every": 0,
+    }  # fmt: skip
+    config = configure(tmp_path / "agent", knobs)
+    assert loop.train(config) == cli.DONE
+    found, same = lines(config, 1), lines(talked, 1)
+    assert [one["completion"] for one in found] == [one["completion"] for one in same]
+    assert [one["logprob"] for one in found] == [one["logprob"] for one in same]
+    for one, two in zip(found, same, strict=True):
+        is_cut = one["finish"] == "length"
+        assert one["reward"] == pytest.approx(0 if is_cut else two["reward"])
+    assert not all(one["finish"] == "length" for one in found)
 
 
 def test_two_processes_are_one(configure, tmp_path):

@@ -284,8 +284,8 @@ class Environment:
 
     path: str = knob(
         "",
-        "module:name of a class, or of a function that makes one environment, or textarena:GAME-ID (extra games), or "
-        "reasoning_gym:NAME (extra reasoning); empty: none",
+        "module:name of a class, of a function that makes one environment, or of an agent (a function with the parameter "
+        "base_url); textarena:GAME-ID (extra games), reasoning_gym:NAME (extra reasoning); empty: none",
         or_own=True,
     )
     args: dict[str, Any] = knob({}, "keyword arguments of environment.path")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -39,6 +40,7 @@ class Live:
         self.rollouts, self.model = model.rollouts, name
         config, sizes = model.config, model.rollouts.model
         self.sampling, self.vocab = Sampling.of(config.rollout), sizes.vocab_size
+        self.stops, self.known = None, OrderedDict()
         usual = config.data.max_prompt_tokens + config.rollout.max_new_tokens
         self.longest = min(sizes.longest, usual)
         self.lock, self.awake = threading.Lock(), threading.Event()

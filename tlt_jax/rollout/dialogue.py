@@ -26,8 +26,11 @@ def reply_width(tokens: int) -> int:
 class Partner(Protocol):
     """Who replies to the policy; neither method waits."""
 
-    def hear(self, uid: int, turn: np.ndarray) -> None:
+    def hear(self, uid: int, turn: np.ndarray, logprobs: np.ndarray) -> None:
         """Gets a turn of the policy in a sequence: its tokens int32[n], with the EOS or stop text that ended it."""
+
+    def most(self, uid: int) -> int:
+        """Most tokens of the next turn of a sequence, 0: any number."""
 
     def replies(self) -> dict[int, np.ndarray | None]:
         """What came since the last call: the tokens int32[n] to append, at least one; None: the sequence has ended."""
@@ -53,7 +56,7 @@ class Dialogue:
         self.request, self.partner, self.turn_tokens = request, partner, turn_tokens
         self.can_append = can_append
         self.parts: dict[int, list[np.ndarray]] = {}  # of open sequences: turns and replies so far
-        self.turns: dict[int, list[np.ndarray]] = {}  # the current turn
+        self.turns: dict[int, list[Emitted]] = {}  # the current turn
         self.known: dict[int, np.ndarray | None] = {}
 
     def listen(self, poll: Poll) -> None:
@@ -61,13 +64,15 @@ class Dialogue:
         for event in poll.events:
             if not isinstance(event, Emitted):
                 continue
-            self.turns.setdefault(event.uid, []).append(event.tokens)
+            self.turns.setdefault(event.uid, []).append(event)
             if event.finish == RUNNING:
                 continue
-            turn = np.concatenate(self.turns.pop(event.uid))
+            events = self.turns.pop(event.uid)
+            turn = np.concatenate([one.tokens for one in events])
             self.parts.setdefault(event.uid, []).append(turn)
             if event.finish == TURN:
-                self.partner.hear(event.uid, turn)
+                logprobs = np.concatenate([one.logprobs for one in events])
+                self.partner.hear(event.uid, turn, logprobs)
             else:
                 del self.parts[event.uid]
 
@@ -111,5 +116,5 @@ class Dialogue:
 
     def limit_at(self, uid: int, tokens: int) -> int:
         """Most tokens of a sequence whose next turn begins after so many."""
-        whole = self.limit_of(uid)
-        return min(whole, tokens + self.turn_tokens) if self.turn_tokens else whole
+        limits = self.turn_tokens, self.partner.most(uid)
+        return min([self.limit_of(uid), *(tokens + limit for limit in limits if limit)])

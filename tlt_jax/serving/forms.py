@@ -58,7 +58,7 @@ class Query:
     """
 
     route: str
-    model: str
+    backend: Backend
     prompts: list[list[int]]
     n: int
     most: int | None
@@ -107,6 +107,10 @@ def query(
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
         raise Refused(f"stop {short(stops)}: give texts")
+    if backend.stops is not None and (others := sorted({*stops} - {*backend.stops})):
+        raise Refused(
+            f"stop {short(others)}: answers of this run end at rollout.stop: add it there"
+        )
     ends = get(settings, "stop_token_ids", list, [])
     if not set(map(type, ends)) <= {int}:
         raise Refused(f"stop_token_ids {short(ends)}: give token ids")
@@ -116,7 +120,7 @@ def query(
     if count is not None and not 0 <= count <= 1:
         raise Refused(f"{name} {count}: only the sampled token's log-prob is known: ask for 1")
     return Query(
-        route, backend.model, prompts, n, most, tuple(stops), frozenset(ends),
+        route, backend, prompts, n, most, tuple(stops), frozenset(ends),
         logprobs=get(body, "logprobs", bool, False) if route == CHAT else count is not None,
         stream=get(body, "stream", bool, False),
         usage=bool(get(body, "stream_options", dict, {}).get("include_usage")),
@@ -325,7 +329,7 @@ class Continuation:
 
 def head(asked: Query, has_prompt: bool) -> dict[str, Any]:
     """The start of a response, or of an event."""
-    out: dict[str, Any] = {"model": asked.model, "created": asked.created}
+    out: dict[str, Any] = {"model": asked.backend.model, "created": asked.created}
     if asked.route == GENERATE:
         out["request_id"] = asked.id
     else:

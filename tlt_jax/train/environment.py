@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,15 @@ from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.data.tool_calls import format_of, parse_calls
 from tlt_jax.distributed.job import Job
 from tlt_jax.environments.pool import Environments
-from tlt_jax.environments.protocol import TOOL_ERRORS, Call, Reply
+from tlt_jax.environments.protocol import TOOL_ERRORS, Call, Reply, Sampled
 from tlt_jax.errors import DataError, EnvironmentsError
 from tlt_jax.keys import environment_seed
 from tlt_jax.rollout.recorder import Completion
 
 PAUSE_S = 2e-3  # between two looks at environments that open
+TAIL = 64  # tokens of a turn among which a stop text is looked for
+STOP, LENGTH = "stop", "length"  # how a turn ended, for agents
+OTHER = "an environment opened otherwise with the same row and seed"
 
 
 def are_used(config: Config) -> bool:
@@ -52,13 +55,23 @@ def check_alike(job: Job, prompts: Sequence[Prompt]) -> None:
         )
 
 
+def is_other(reply: Reply, opened: Reply) -> bool:
+    """Whether an environment has opened otherwise than one with the same row and seed."""
+    return (reply.messages, reply.tokens, reply.most) != (
+        opened.messages,
+        opened.tokens,
+        opened.most,
+    )
+
+
 @dataclass
 class Played:
     """What has happened between an environment and one answer."""
 
     key: Hashable
     last: np.ndarray | None = None  # the policy's last turn
-    waiting: tuple[str, list[Call]] | None = None  # a turn for an environment that still opens
+    waiting: tuple | None = None  # a turn for an environment that still opens
+    most: int = 0  # tokens of the next turn of an agent's conversation
     rewards: list[float] = field(default_factory=list)
     numbers: dict[str, float] = field(default_factory=dict)  # the last of each; of errors the sum
     failure: str = ""
@@ -112,17 +125,30 @@ class Play:
             }
             time.sleep(PAUSE_S)
         self.opened = [found[index] for index in range(len(prompts))]
+        for index, opened in enumerate(self.opened):
+            self.played[index * self.samples].most = opened.most
         if all(reply.failure for reply in self.opened):
             first = self.opened[0]
             raise EnvironmentsError(
                 f"no environment opened: {first.failure}: {first.detail or 'see above'}: correct environment.path or its data"
             )
-        return [self.prompt(*pair) for pair in zip(prompts, self.opened, strict=True)]
+        made = [self.prompt(*pair) for pair in zip(prompts, self.opened, strict=True)]
+        most = self.config.data.max_prompt_tokens
+        for one in made:
+            if len(one.tokens) > most:
+                raise EnvironmentsError(
+                    f"the prompt of row {one.id} has {len(one.tokens)} tokens with what its environment says, and "
+                    f"data.max_prompt_tokens is {most}: raise it"
+                )
+        return made
 
     def prompt(self, prompt: Prompt, opened: Reply) -> Prompt:
         """A prompt with the messages of an environment after it; two of one role are joined."""
         said = [dict(message) for message in opened.messages]
         given = prompt.row["prompt"]
+        if opened.tokens:
+            tokens = np.asarray(opened.tokens, np.int32)
+            return replace(prompt, tokens=tokens, text=self.tokenizer.decode(tokens))
         if not (said or given):
             raise EnvironmentsError(
                 f"row {prompt.id} has no prompt, and its environment says nothing at its start: let reset return text"
@@ -135,16 +161,7 @@ class Play:
             last, first = before.pop(), said.pop(0)
             joint = "\n" if self.config.data.chat_template else ""
             said.insert(0, first | {"content": joint.join((last["content"], first["content"]))})
-        made, most = (
-            self.talk.opening([*before, *said], prompt.row),
-            self.config.data.max_prompt_tokens,
-        )
-        if len(made.tokens) > most:
-            raise EnvironmentsError(
-                f"the prompt of row {prompt.id} has {len(made.tokens)} tokens with what its environment says, and "
-                f"data.max_prompt_tokens is {most}: raise it"
-            )
-        return made
+        return self.talk.opening([*before, *said], prompt.row)
 
     def begin(self, uid: int, prompt: Prompt) -> Played:
         """Begins the environment of an answer."""
@@ -156,7 +173,11 @@ class Play:
         self.pool.begin(key, prompt.row, seed)
         return played
 
-    def hear(self, uid: int, turn: np.ndarray) -> None:
+    def most(self, uid: int) -> int:
+        """As Partner.most."""
+        return (self.played.get(uid) or self.opened[uid // self.samples]).most
+
+    def hear(self, uid: int, turn: np.ndarray, logprobs: np.ndarray) -> None:
         """As Partner.hear: the environment plays the turn."""
         opened = self.opened[uid // self.samples]
         played = self.played.get(uid)
@@ -182,10 +203,19 @@ class Play:
                 else:
                     self.end(uid)
                 return
+        said = text, calls, self.sampled(turn, logprobs) if self.pool.are_agents else None
         if is_new:
-            played.waiting = text, calls
+            played.waiting = said
         else:
-            self.pool.act(played.key, text, calls)
+            self.pool.act(played.key, *said)
+
+    def sampled(self, turn: np.ndarray, logprobs: np.ndarray) -> Sampled:
+        """A turn as agents get it."""
+        tail = self.tokenizer.decode(turn[-TAIL:])
+        is_ended = int(turn[-1]) in self.talk.ends or any(
+            stop in tail for stop in self.config.rollout.stop
+        )
+        return turn.tolist(), logprobs.tolist(), STOP if is_ended else LENGTH
 
     def replies(self) -> dict[int, np.ndarray | None]:
         """As Partner.replies."""
@@ -198,17 +228,20 @@ class Play:
                 if played.is_heard:
                     self.end(uid)
             elif played.waiting:
-                if reply.messages != self.opened[uid // self.samples].messages:
-                    played.failure = "error: reset said something else with the same row and seed"
+                if is_other(reply, self.opened[uid // self.samples]):
+                    played.failure = f"error: {OTHER}"
                     self.end(uid)
                     continue
-                (text, calls), played.waiting = played.waiting, None
-                self.pool.act(key, text, calls)
+                said, played.waiting = played.waiting, None
+                self.pool.act(key, *said)
             else:
                 played.rewards.append(reply.reward)
                 played.add(reply.info)
+                played.most = reply.most
                 if reply.done:
                     self.end(uid)
+                elif reply.tokens:
+                    self.ended[uid], played.is_heard = np.asarray(reply.tokens, np.int32), False
                 else:
                     self.reply(uid, reply.messages)
         found, self.ended = self.ended, {}
