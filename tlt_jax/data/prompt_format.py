@@ -199,10 +199,16 @@ def describe(config: Config) -> str:
         parts += [f"system {changes.short(data.system)}"] if data.system else []
     parts += [f"suffix {changes.short(data.prompt_suffix)}"] if data.prompt_suffix else []
     parts += [f"stop {changes.short(rollout.stop)}"] if rollout.stop else []
-    parts.append(f"temperature {rollout.temperature:g}")
+    return f"prompts: {', '.join([*parts, describe_sampling(config)])}"
+
+
+def describe_sampling(config: Config) -> str:
+    """How answers are sampled."""
+    rollout = config.rollout
+    parts = [f"temperature {rollout.temperature:g}"]
     parts += [f"top-k {rollout.top_k}"] if rollout.top_k else []
     parts += [f"top-p {rollout.top_p:g}"] if rollout.top_p < 1 else []
-    return f"prompts: {', '.join(parts)}"
+    return ", ".join(parts)
 
 
 Messages = Sequence[dict[str, str]]  # a chat: {"role": text, "content": text} of each message

@@ -128,8 +128,12 @@ class Agent:
         if told := self.told:
             told([], [], CANCELLED)
 
-    def submit(self, prompt: np.ndarray, most: int, told: Told) -> int:
-        """As Backend.submit. Raises Refused for what is not the next request of the conversation."""
+    def submit(
+        self, prompt: np.ndarray, most: int, told: Told, seed: tuple[int, int] | None = None
+    ) -> int:
+        """As Backend.submit. Raises Refused for what is not the next request of the conversation, and for a seed."""
+        if seed is not None:
+            raise Refused("answers of a run depend on train.seed: leave seed out")
         given = prompt.tolist()
         with self.lock:
             size = len(self.tokens) - len(self.answer[0] if self.answer else ())

@@ -35,9 +35,12 @@ class Backend(Protocol):
     stops: Sequence[str] | None
     known: OrderedDict[bytes, tuple[np.ndarray, np.ndarray]]
 
-    def submit(self, prompt: np.ndarray, most: int, told: Told) -> int:
+    def submit(
+        self, prompt: np.ndarray, most: int, told: Told, seed: tuple[int, int] | None = None
+    ) -> int:
         """Starts a sequence: int32[P] prompt, at most `most` new tokens; its handle. Raises UserError when it takes none.
 
+        The noise depends on `seed` alone: a seed and the number of the answer; None: the backend chooses.
         `told` may be called from any thread, and returns at once.
         """
 

@@ -268,6 +268,7 @@ class Server:
                     np.asarray(choice.prompt, np.int32),
                     min(choice.asked.most or room, room),
                     partial(self.tell, queue, choice),
+                    None if choice.asked.seed is None else (choice.asked.seed, choice.index),
                 )
             while handles:
                 if (told := await queue.get()) is None:
