@@ -13,7 +13,6 @@ from tlt_jax.config.schema import (
     ADAPTIVE,
     ALWAYS,
     AUTO,
-    CISPO,
     GSPO,
     NONE,
     OPENINGS,
@@ -22,6 +21,7 @@ from tlt_jax.config.schema import (
     REINFORCE_PP,
     REWARD,
     REWARDS,
+    SAPO,
     TEXTARENA,
     TOKEN,
     Algorithm,
@@ -238,7 +238,7 @@ def validate_environment(config: Config) -> Iterator[str]:
 
 
 def importance(algorithm: Algorithm, compute_dtype: str) -> str:
-    """none, token or sequence: algorithm.importance, of which auto depends on model.compute_dtype."""
+    """none, token, sequence or geometric: algorithm.importance, of which auto depends on model.compute_dtype."""
     if algorithm.importance != AUTO:
         return algorithm.importance
     return TOKEN if compute_dtype == "bfloat16" else NONE
@@ -270,7 +270,9 @@ def validate_algorithm(algorithm: Algorithm, samples: int, compute_dtype: str) -
         )
     dual = algorithm.clip_dual
     if dual and algorithm.loss not in (PPO, GSPO):
-        why = "clips the weight of the gradient itself" if algorithm.loss == CISPO else "is yours"
+        why = (
+            "is yours" if extension.is_own(algorithm.loss) else "has no loss of this form to bound"
+        )
         yield (
             f"algorithm.clip_dual {dual:g} with algorithm.loss {algorithm.loss!r}, which {why}: use {PPO} or {GSPO}, or "
             "algorithm.clip_dual 0"
@@ -280,6 +282,17 @@ def validate_algorithm(algorithm: Algorithm, samples: int, compute_dtype: str) -
     level = importance(algorithm, compute_dtype)
     cap = algorithm.importance_cap
     limits = {"mask": algorithm.importance_mask, "veto": algorithm.importance_veto}
+    is_masked = algorithm.importance_mask or algorithm.importance_mask_low
+    if algorithm.importance_mask_level != AUTO and not is_masked:
+        yield (
+            f"algorithm.importance_mask_level {algorithm.importance_mask_level} without a mask has no effect: set "
+            "algorithm.importance_mask, or importance_mask_level auto"
+        )
+    if algorithm.loss != SAPO and (algorithm.sapo_positive, algorithm.sapo_negative) != (1.0, 1.05):
+        yield (
+            f"algorithm.sapo_positive {algorithm.sapo_positive:g} and sapo_negative {algorithm.sapo_negative:g} with "
+            f"algorithm.loss {algorithm.loss!r} have no effect: set algorithm.loss {SAPO}, or remove them"
+        )
     if cap < 1:
         yield (
             f"algorithm.importance_cap {cap:g} is below 1: use at least 1, or algorithm.importance none for no importance "
@@ -293,12 +306,15 @@ def validate_algorithm(algorithm: Algorithm, samples: int, compute_dtype: str) -
             )
     is_auto = algorithm.importance == AUTO
     why = f" (auto, in model.compute_dtype {compute_dtype})" * is_auto
-    given = limits | {"cap": cap if is_auto and cap != Algorithm.importance_cap else 0}
+    given = limits | {
+        "mask_low": algorithm.importance_mask_low,
+        "cap": cap if is_auto and cap != Algorithm.importance_cap else 0,
+    }
     for name, value in given.items():
         if value and level == NONE:
             yield (
                 f"algorithm.importance_{name} {value:g} with algorithm.importance none{why} has no effect: set "
-                f"algorithm.importance token or sequence, or remove algorithm.importance_{name}"
+                f"algorithm.importance token, sequence or geometric, or remove algorithm.importance_{name}"
             )
 
 

@@ -72,7 +72,8 @@ def pack(
         packed = pack_rows(config, [example(prompts, answer) for answer in chosen])
         rows, places = packed
         weights = answer_weights(
-            places.counts, algorithm.aggregation, config.rollout.max_new_tokens, is_kept(config, chosen)
+            places.counts, algorithm.aggregation, config.rollout.max_new_tokens, is_kept(config, chosen),
+            [one.prompt for one in chosen],
         )  # fmt: skip
         logprobs = [answer.logprobs for answer in chosen]
         minibatches.append(

@@ -222,6 +222,7 @@ class Trainer:
                 self.scorer.drop_others({answer.uid for answer in result.completions})
             scores = evaluation.collected(self.run.job, self.scorer, self.interrupted)
             lengths = {answer.uid: len(answer.tokens) for answer in result.completions}
+            scores = scorers.shortened(self.run.config, scores, lengths)
             return scorers.penalized(self.run.config, scores, lengths)
 
     def merge_drafter(self, rolled: Rolled) -> Learned:
