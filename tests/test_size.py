@@ -15,12 +15,12 @@ from tlt_jax.config.schema import Config
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
 MOST = {
-    "lines of the package": 44_400,
-    "modules of the package": 202,
-    "lines of tests": 39_700,
+    "lines of the package": 44_900,
+    "modules of the package": 203,
+    "lines of tests": 40_100,
     "lines of benchmarks": 2_970,
-    "words of pages": 32_400,
-    "knobs": 126,
+    "words of pages": 33_000,
+    "knobs": 131,
 }
 
 

@@ -277,7 +277,10 @@ WRONG = [
     ("--algorithm.advantage gae", "'gae' is not known: use grpo | rloo | dr_grpo"),
     ("--algorithm.loss ppp", "'ppp' is not known: use ppo | gspo | cispo | dppo | sapo | module:"),
     ("--algorithm.kl_in reward", "algorithm.kl_in reward with algorithm.kl_coef 0: nothing is"),
-    ("--algorithm.clip_dual 3 --algorithm.loss cispo", "with algorithm.loss 'cispo', which has no loss of this form to bound"),
+    (
+        "--algorithm.clip_dual 3 --algorithm.loss cispo",
+        "with algorithm.loss 'cispo', which has no loss of this form to bound",
+    ),
     ("--algorithm.clip_dual 3 --algorithm.loss a:b", "algorithm.loss 'a:b', which is yours: use"),
     ("--algorithm.clip_dual 1", "algorithm.clip_dual 1 is not above 1: use a larger one"),
     ("--algorithm.importance_cap 0", "is below 1: use at least 1, or algorithm.importance none"),

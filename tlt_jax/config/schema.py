@@ -30,6 +30,7 @@ TEXTARENA, REASONING_GYM = "textarena", "reasoning_gym"
 NGRAM, ADAPTIVE = "ngram", "adaptive"  # values of speculation.drafter; any other one is a directory
 PPO, GSPO, CISPO, DPPO, SAPO = "ppo", "gspo", "cispo", "dppo", "sapo"  # values of algorithm.loss
 REINFORCE_PP, MAXRL = "reinforce_pp", "maxrl"  # values of algorithm.advantage
+SELF = "self"  # value of algorithm.teacher.path
 PROMPT_MEAN = "prompt_mean"  # value of algorithm.aggregation
 LOSS, REWARD = "loss", "reward"  # values of algorithm.kl_in
 TOKEN, SEQUENCE, GEOMETRIC = "token", "sequence", "geometric"  # values of algorithm.importance
@@ -321,12 +322,40 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class Teacher:
+    """On-policy distillation: a teacher's log-probs of the policy's own tokens."""
+
+    path: str = knob(
+        "",
+        "Hugging Face directory or hub id of a model with the policy's tokenizer, or self: the policy with a hint; empty: none",
+    )
+    weight: float = knob(
+        1.0,
+        "weight of log-prob of the teacher - log-prob of the policy in a token's advantage",
+        above=0,
+    )
+    top_k: int = knob(
+        0,
+        "above 0: instead, the KL to the teacher over so many tokens that it finds most likely, and the rest as one, is added "
+        "to the loss",
+        at_least=0,
+        at_most=256,
+    )
+    temperature: float = knob(
+        0.0, "temperature of the teacher's log-probs; 0: rollout.temperature", at_least=0
+    )
+    hint: str = knob(
+        "", "column of the data, for example a solution, that follows the prompt for the teacher"
+    )
+
+
+@dataclass(frozen=True)
 class Algorithm:
     advantage: str = knob(
         "grpo",
         "grpo: (r - mean) / std of the group | rloo: leave-one-out baseline | dr_grpo: r - mean | maxrl: (r - mean) / mean | "
-        "reinforce_pp: (r - mean) / std over all answer tokens of the step",
-        one_of=("grpo", "rloo", "dr_grpo", MAXRL, REINFORCE_PP),
+        "reinforce_pp: (r - mean) / std over all answer tokens of the step | none: 0, for a teacher alone",
+        one_of=("grpo", "rloo", "dr_grpo", MAXRL, REINFORCE_PP, NONE),
     )
     loss: str = knob(
         PPO,
@@ -366,6 +395,7 @@ class Algorithm:
         one_of=(LOSS, REWARD),
     )
     entropy_coef: float = knob(0.0, "weight of the entropy bonus")
+    teacher: Teacher = section(Teacher)
     minibatches: int = knob(1, "optimizer steps per rollout", at_least=1)
     overlong: str = knob(
         KEPT,

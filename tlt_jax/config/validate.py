@@ -22,6 +22,7 @@ from tlt_jax.config.schema import (
     REWARD,
     REWARDS,
     SAPO,
+    SELF,
     TEXTARENA,
     TOKEN,
     Algorithm,
@@ -176,10 +177,10 @@ def validate_data_and_steps(config: Config) -> Iterator[str]:
     if best and best not in eval_metrics(config):
         yield f"checkpoint.best_metric {best!r} is not measured: use one of {', '.join(eval_metrics(config))}"
     # A prompt whose answers score alike has a gradient then: they are compared with those of the whole step.
-    if rollout.max_prompts and algorithm.advantage == REINFORCE_PP:
+    if rollout.max_prompts and algorithm.advantage in (REINFORCE_PP, NONE):
         yield (
-            f"rollout.max_prompts {rollout.max_prompts} with algorithm.advantage {REINFORCE_PP}, which compares answers of "
-            "the whole step: it would replace prompts that give a gradient: use grpo, rloo or dr_grpo, or "
+            f"rollout.max_prompts {rollout.max_prompts} with algorithm.advantage {algorithm.advantage}, which compares no "
+            "answers to one prompt: it would replace prompts that give a gradient: use grpo, rloo or dr_grpo, or "
             "rollout.max_prompts 0"
         )
     if 0 < rollout.max_prompts <= rollout.prompts:
@@ -258,7 +259,29 @@ def validate_algorithm(algorithm: Algorithm, samples: int, compute_dtype: str) -
 
     `samples`: rollout.samples; `compute_dtype`: model.compute_dtype.
     """
-    if samples < 2 and algorithm.advantage != REINFORCE_PP:
+    teacher = algorithm.teacher
+    if algorithm.advantage == NONE and not teacher.path:
+        yield "algorithm.advantage none without a teacher: nothing would be learned: set algorithm.teacher.path"
+    if algorithm.advantage == NONE and algorithm.kl_in == REWARD:
+        yield "algorithm.advantage none with algorithm.kl_in reward, which changes advantages: use algorithm.kl_in loss"
+    for name, value in (
+        ("top_k", teacher.top_k),
+        ("temperature", teacher.temperature),
+        ("hint", teacher.hint),
+    ):
+        if value and not teacher.path:
+            yield f"algorithm.teacher.{name} {value!r} without algorithm.teacher.path has no effect: set it, or remove {name}"
+    if teacher.path == SELF and not teacher.hint:
+        yield (
+            "algorithm.teacher.path self without algorithm.teacher.hint: the policy has nothing to learn from itself: name a "
+            "column that only the teacher sees"
+        )
+    if teacher.hint and teacher.top_k:
+        yield (
+            f"algorithm.teacher.hint {teacher.hint!r} with algorithm.teacher.top_k {teacher.top_k}: log-probs after another "
+            "prompt are kept of the policy's tokens alone: set algorithm.teacher.top_k 0"
+        )
+    if samples < 2 and algorithm.advantage not in (REINFORCE_PP, NONE):
         yield (
             f"rollout.samples {samples}: {algorithm.advantage} advantages compare the answers to one prompt, use at least 2, "
             f"or algorithm.advantage {REINFORCE_PP}"

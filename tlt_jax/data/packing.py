@@ -25,10 +25,11 @@ class PackedRows(NamedTuple):
     examples of a row from 1; 0 is padding. Values of an answer token are at the position that predicts it, one before the
     token: `targets` holds its id there, and `is_answer` says where an answer's token is to be predicted. There, floats
     are 0 elsewhere. A log-prob is named after whose it is: of the rollout that drew the token, of the old policy before the
-    first minibatch (None: those of the update itself, so that ratios are 1), of the frozen reference, and of the policy in
-    its update, which exist in its loss alone. `weights`: of each target in the policy's loss, above 0 where this counts
-    it. `experts`: those that each token had in the rollout, see moe.record. `features`: the policy's hidden states that the
-    drafter reads; `states`: its normed last hidden states.
+    first minibatch (None: those of the update itself, so that ratios are 1), of the frozen reference, of a teacher (with
+    `teacher_ids` of the tokens that it finds most likely), and of the policy in its update, which exist in its loss alone.
+    `weights`: of each target in the policy's loss, above 0 where this counts it. `experts`: those that each token had in the
+    rollout, see moe.record. `features`: the policy's hidden states that the drafter reads; `states`: its normed last hidden
+    states.
 
     A segment of a drafter's rows may start at any position of its sequence; attention does not reach tokens before it.
     """
@@ -47,6 +48,8 @@ class PackedRows(NamedTuple):
     features: Float[Array, "R T F"] | None = None
     states: Float[Array, "R T D"] | None = None
     experts: Integer[Array, "R T W"] | None = None
+    teacher_logprobs: Float[Array, "R T *K"] | None = None
+    teacher_ids: Int32[Array, "R T K"] | None = None
 
     @property
     def mask(self) -> Bool[Array, "R T"]:

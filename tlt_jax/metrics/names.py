@@ -90,6 +90,7 @@ ROWS = [
     ("experts/load_min", "fewest, likewise; 0: an expert had none"),
     ("experts/load@{k}", "tokens of one expert, likewise, mean over layers; of up to 16 experts"),
     ("experts/balance_loss", "load-balancing loss: experts of a token where loads are equal, larger where not"),
+    ("actor/teacher_kl", "mean of log-prob - log-prob of the teacher, or their KL with algorithm.teacher.top_k"),
     # importance weights between rollout and update: algorithm.importance
     ("rollout_corr/kl", "mean of log-prob in the rollout - old log-prob; with importance weights, as all rollout_corr"),
     ("rollout_corr/rollout_is_mean",

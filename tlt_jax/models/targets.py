@@ -155,6 +155,21 @@ class Head(NamedTuple):
         return jax.lax.with_sharding_constraint(array, sharding(self.mesh, axes, layout))
 
 
+def shifted_logits(logits: Float[Array, "*A V"], temperature: float) -> tuple[Array, Array]:
+    """Logits over the temperature (0 counts as 1), less their maximum, and the sum of their exponentials."""
+    if temperature not in (0, 1):
+        # Padding stays finite.
+        logits = jnp.maximum(logits / temperature, jnp.finfo(logits.dtype).min)
+    shifted = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    return shifted, jnp.sum(jnp.exp(shifted), axis=-1)
+
+
+def log_softmax(logits: Float[Array, "*A V"], temperature: float) -> Float[Array, "*A V"]:
+    """Log-probabilities of all tokens."""
+    shifted, total = shifted_logits(logits, temperature)
+    return shifted - jnp.log(total)[..., None]
+
+
 @shaped
 def score(
     logits: Float[Array, "*A V"],
@@ -166,11 +181,7 @@ def score(
 
     Reduces over V only, so V may be sharded. Without `entropy_learns` the entropy has no gradient.
     """
-    if temperature not in (0, 1):
-        # Padding stays finite.
-        logits = jnp.maximum(logits / temperature, jnp.finfo(logits.dtype).min)
-    shifted = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    total = jnp.sum(jnp.exp(shifted), axis=-1)
+    shifted, total = shifted_logits(logits, temperature)
     ids = jax.lax.broadcasted_iota(targets.dtype, shifted.shape, shifted.ndim - 1)
     chosen = jnp.sum(jnp.where(ids == targets[..., None], shifted, 0), axis=-1)
     logprobs = chosen - jnp.log(total)
@@ -202,16 +213,41 @@ def target_logprobs(
     chunk: int,
 ) -> Float[Array, "R T"]:
     """Log-probability of the ids where `is_target`, 0 elsewhere, from the last hidden states."""
+
+    def rule(logits: Array, chosen: Array) -> Array:
+        return score(logits, chosen, temperature, False)[0]
+
+    return target_values(params, model, mesh, x, ids, is_target, rule, chunk=chunk)
+
+
+def target_values(
+    params: Params,
+    model: ModelConfig,
+    mesh: Mesh,
+    x: Float[Array, "R T D"],
+    values: PyTree,
+    is_target: Bool[Array, "R T"],
+    rule: Callable[[Array, PyTree], PyTree],
+    *,
+    chunk: int,
+) -> PyTree:
+    """Arrays [R, T, ...] of what the rule makes of the logits [G, length, V] and `values` of targets; 0 elsewhere."""
     targets, head = Targets.of(is_target, mesh, chunk), Head.of(params, model, mesh)
-    copies, given = head.copies(head.weight.astype(x.dtype)), targets.gather((x, ids))
+    copies, given = head.copies(head.weight.astype(x.dtype)), targets.gather((x, values))
 
-    def one(index: Array, results: Array) -> Array:
+    def found(index: Array) -> PyTree:
         part, chosen = targets.part(given, index)
-        logits = head.visible(head.logits(copies, part))
-        return targets.put(results, score(logits, chosen, temperature, False)[0], index)
+        return rule(head.visible(head.logits(copies, part)), chosen)
 
-    results = jnp.zeros(targets.places.shape, widen(x.dtype))
-    return targets.spread(jax.lax.fori_loop(0, targets.chunks, one, results))
+    def one(index: Array, results: PyTree) -> PyTree:
+        return jax.tree.map(lambda to, part: targets.put(to, part, index), results, found(index))
+
+    groups, slots = targets.places.shape
+    results = jax.tree.map(
+        lambda leaf: jnp.zeros((groups, slots, *leaf.shape[2:]), leaf.dtype),
+        jax.eval_shape(found, jnp.int32(0)),
+    )
+    return jax.tree.map(targets.spread, jax.lax.fori_loop(0, targets.chunks, one, results))
 
 
 @shaped

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import ADAPTIVE
+from tlt_jax.config.schema import ADAPTIVE, SELF
 from tlt_jax.data import packing, prompt_format
 from tlt_jax.drafter import recipe as drafter_recipe, update as drafter_update
 from tlt_jax.drafter.idle_training import MOST_TOKENS
@@ -32,7 +32,7 @@ from tlt_jax.rollout.request import block_size, bucket_width
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
-from tlt_jax.train import adaptive, batch as batches, policy_update
+from tlt_jax.train import adaptive, batch as batches, policy_update, teacher as teachers
 from tlt_jax.train.memory import RESIDENT, ROLLOUT, cache_slots, caches, device_bytes, pick
 from tlt_jax.train.policy_update import Recipe
 from tlt_jax.tuner import make
@@ -71,9 +71,17 @@ def lower(
     names = "log-probs", "log-probs of the reference"
     base = policy_update.abstract_base(recipe)
     for name, scored in zip(names, batches.scored_policies(config, params, base), strict=False):
-        plain = rows._replace(old_logprobs=None, reference_logprobs=None)
-        scores = partial(programs.score.lower, scored, plain)
+        scores = partial(programs.score.lower, scored, batches.bare(rows))
         yield PlannedProgram(name, scores, recipe.mesh, resident)
+    if (teaching := teachers.recipe_of(config, recipe)) and config.algorithm.teacher.path != SELF:
+        weights = policy_update.abstract_policy(teaching)
+        given, top_k = batches.bare(rows)._replace(experts=None), config.algorithm.teacher.top_k
+        program = policy_update.programs(teaching).score
+        if top_k:
+            program = teachers.likeliest(teaching, top_k)
+        held = resident | {"teacher, else in the host's memory": device_bytes(weights)}
+        scores = partial(program.lower, weights, given)
+        yield PlannedProgram("log-probs of the teacher", scores, recipe.mesh, held)
     accumulate = partial(programs.accumulate.lower, sums, params, rows)
     holds = resident | pick(kinds, "gradients")
     yield PlannedProgram("policy gradients", accumulate, recipe.mesh, holds)

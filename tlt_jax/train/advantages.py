@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tlt_jax.config.schema import MAXRL, PROMPT_MEAN, REINFORCE_PP, TOLERANCE
+from tlt_jax.config.schema import MAXRL, NONE, PROMPT_MEAN, REINFORCE_PP, TOLERANCE
 
 STD_FLOOR = 1e-6  # added to the standard deviation of a group
 VARIANCE_FLOOR = 1e-8  # added to the variance of all tokens (reinforce_pp)
@@ -106,7 +106,7 @@ def answer_advantages(rewards: np.ndarray, lengths: np.ndarray, kind: str) -> np
     """Advantages float64[P, G] of rewards [P, G] of answers of `lengths` [P, G] tokens; `kind`: algorithm.advantage."""
     if kind == REINFORCE_PP:
         return whitened_advantages(rewards, lengths)
-    return group_advantages(rewards, kind)
+    return np.zeros(rewards.shape) if kind == NONE else group_advantages(rewards, kind)
 
 
 def penalized_advantages(

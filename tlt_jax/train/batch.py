@@ -153,6 +153,12 @@ def penalized(
 
 
 @cache
+def replicated(mesh: Mesh) -> jax.stages.Wrapped:
+    """The jitted copy of an array to every device."""
+    return jax.jit(lambda one: one, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+@cache
 def token_kl(mesh: Mesh) -> jax.stages.Wrapped:
     """The jitted difference of log-probs and those of the reference, on every device."""
     return jax.jit(operator.sub, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -160,11 +166,15 @@ def token_kl(mesh: Mesh) -> jax.stages.Wrapped:
 
 def scored(programs: UpdatePrograms, params: Params, minibatch: Minibatch, field: str) -> Minibatch:
     """The minibatch with the log-probs under `params` stored in `field`."""
-    bare = [  # one program for both
-        rows._replace(old_logprobs=None, reference_logprobs=None) for rows in minibatch
-    ]
-    logprobs = policy_update.token_logprobs(programs, params, bare)
+    logprobs = policy_update.token_logprobs(programs, params, [bare(rows) for rows in minibatch])
     return [rows._replace(**{field: part}) for rows, part in zip(minibatch, logprobs, strict=True)]
+
+
+def bare(rows: PackedRows) -> PackedRows:
+    """The rows without what is computed before an update, so that one program serves all of it."""
+    return rows._replace(
+        old_logprobs=None, reference_logprobs=None, teacher_logprobs=None, teacher_ids=None
+    )
 
 
 def solutions(
@@ -225,10 +235,12 @@ def abstract_rows(
     row_tokens: int,
     given: Sequence[str] = (),
     record: tuple[int, np.dtype] | None = None,
+    top_k: int = 0,
 ) -> PackedRows:
     """ShapeDtypeStructs with shardings of the rows of an accumulation step, for compilation.
 
-    `given`: names of the log-probs that are not None. `record`: moe.record_shape of experts that are replayed.
+    `given`: names of the log-probs that are not None. `record`: moe.record_shape of experts that are replayed. `top_k`: of
+    the teacher.
     """
 
     def array(dtype: jax.typing.DTypeLike, *width: int) -> jax.ShapeDtypeStruct:
@@ -237,7 +249,10 @@ def abstract_rows(
     integers, wide = [array(jnp.int32) for _ in range(4)], jnp.asarray(0.0).dtype
     floats = {name: array(wide) for name in ("weights", "advantages", *given)}
     experts = array(record[1], record[0]) if record else None
-    return PackedRows(*integers, array(jnp.bool_), **floats, experts=experts)
+    ids = array(jnp.int32, top_k) if top_k else None
+    if top_k:
+        floats["teacher_logprobs"] = array(wide, top_k)
+    return PackedRows(*integers, array(jnp.bool_), **floats, experts=experts, teacher_ids=ids)
 
 
 def abstract_rows_of(config: Config, recipe: Recipe) -> PackedRows:
@@ -246,12 +261,13 @@ def abstract_rows_of(config: Config, recipe: Recipe) -> PackedRows:
         "rollout_logprobs": True,
         "reference_logprobs": config.algorithm.kl_coef != 0,
         "old_logprobs": config.algorithm.minibatches > 1,
+        "teacher_logprobs": bool(config.algorithm.teacher.path),
     }
     given = [name for name, is_one in is_given.items() if is_one]
     is_replayed = validate.replays(config.algorithm, recipe.compute_dtype, recipe.model)
     record = moe.record_shape(recipe.model) if is_replayed else None
     sizes = packing.rows(config), packing.row_tokens(config)
-    return abstract_rows(recipe.mesh, *sizes, given, record)
+    return abstract_rows(recipe.mesh, *sizes, given, record, config.algorithm.teacher.top_k)
 
 
 def scored_policies(config: Config, policy: Params, base: Params | None) -> list[Params]:

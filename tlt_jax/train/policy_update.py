@@ -195,7 +195,7 @@ def answer_loss(
     if recipe.is_supervised or not losses.needs_answers(recipe.algorithm):
         return head_loss(params, x, rows, None, recipe)
     logprobs = head_logprobs(*jax.lax.stop_gradient((params, x)), rows.targets, rows.mask, recipe)
-    whole = losses.slope(recipe.algorithm, with_logprobs(rows, logprobs))
+    whole = losses.slope(recipe.algorithm, with_logprobs(rows, logprobs, recipe.algorithm))
     rest, (sums, maxima) = head_loss(params, x, rows, whole.grads, recipe)
     totals, peaks = whole.metrics
     return whole.loss + rest, (totals | sums, peaks | maxima)
@@ -241,7 +241,7 @@ def group_loss(
     if recipe.is_supervised:
         return jnp.sum(rows.weights * -logprobs, axis=-1), ({}, {})
 
-    rows = with_logprobs(rows, logprobs)
+    rows = with_logprobs(rows, logprobs, algorithm)
     pg_loss, totals, maxima = jnp.zeros_like(logprobs), {}, {}
     if grads is None:
         pg_loss, totals, maxima = losses.token_losses(algorithm, rows)
@@ -253,6 +253,12 @@ def group_loss(
         totals["kl"] = kl = losses.kl_k3(logprobs, reference)
         if algorithm.kl_coef:
             token_loss += algorithm.kl_coef * kl
+    if rows.teacher_ids is not None:
+        given = rows.teacher_ids, rows.teacher_logprobs
+        totals["teacher_kl"] = kl = jnp.where(mask, teacher_kl(logits, *given, recipe), 0)
+        token_loss += algorithm.teacher.weight * kl
+    elif rows.teacher_logprobs is not None:
+        totals["teacher_kl"] = rows.old_logprobs - jnp.where(mask, rows.teacher_logprobs, 0)
     if rows.rollout_logprobs is not None:
         difference = jnp.abs(rows.old_logprobs - rows.rollout_logprobs)
         totals["rollout_logprob_diff_mean"] = maxima["rollout_logprob_diff_max"] = difference
@@ -266,16 +272,52 @@ def group_loss(
     return loss, (sums, losses.largest(mask, maxima))
 
 
-def with_logprobs(rows: PackedRows, logprobs: Float[Array, "R T"]) -> PackedRows:
+def teacher_kl(
+    logits: Float[Array, "G t V"],
+    ids: Int[Array, "G t K"],
+    teacher: Float[Array, "G t K"],
+    recipe: Recipe,
+) -> Float[Array, "G t"]:
+    """KL(policy, teacher) over the K tokens that the teacher finds most likely, and all others as one; it has a gradient."""
+    logp = targets.log_softmax(logits, recipe.temperature)
+    vocab = jax.lax.broadcasted_iota(ids.dtype, logp.shape, logp.ndim - 1)
+    chosen = [  # V may be sharded, so nothing is gathered along it
+        jnp.sum(jnp.where(vocab == ids[..., k, None], logp, 0), axis=-1)
+        for k in range(ids.shape[-1])
+    ]
+    policy = jnp.stack(chosen, axis=-1)
+
+    def rest(logprobs: Array) -> Array:
+        """The log-probability of all other tokens; where rounding leaves none, that of one rounding."""
+        left = 1 - jnp.sum(jnp.exp(logprobs), axis=-1)
+        return jnp.log(jnp.maximum(left, jnp.finfo(left.dtype).eps))
+
+    others, theirs = rest(policy), rest(teacher)
+    return jnp.sum(jnp.exp(policy) * (policy - teacher), axis=-1) + jnp.exp(others) * (
+        others - theirs
+    )
+
+
+def with_logprobs(
+    rows: PackedRows, logprobs: Float[Array, "R T"], algorithm: Algorithm
+) -> PackedRows:
     """The rows as a loss reads them, with the log-probs of the update, 0 where it counts nothing.
 
-    Without old log-probs these are the given ones, without a gradient.
+    Without old log-probs these are the given ones, without a gradient. With a teacher's log-probs of the tokens, its weight
+    times the difference to the old ones is added to the advantages: a sample of the reverse KL (Lu et al. 2025, On-Policy
+    Distillation; Gu et al. 2023, arXiv 2306.08543).
     """
     mask, old, rollout = rows.mask, rows.old_logprobs, rows.rollout_logprobs
+    old = jax.lax.stop_gradient(logprobs) if old is None else jnp.where(mask, old, 0)
+    advantages = rows.advantages
+    if rows.teacher_logprobs is not None and rows.teacher_ids is None:
+        ahead = jnp.where(mask, rows.teacher_logprobs, 0) - old
+        advantages = advantages + algorithm.teacher.weight * ahead
     return rows._replace(
         update_logprobs=logprobs,
-        old_logprobs=jax.lax.stop_gradient(logprobs) if old is None else jnp.where(mask, old, 0),
+        old_logprobs=old,
         rollout_logprobs=None if rollout is None else jnp.where(mask, rollout, 0),
+        advantages=advantages,
     )
 
 

@@ -154,7 +154,7 @@ def update_programs(run: TrainingRun) -> UpdatePrograms:
     policy = policy_update.abstract_policy(recipe)
     sums = partial(policy_update.abstract_sums, recipe, rows)
     engine.reshard.compile(lambda: (policy,))
-    unscored = rows._replace(old_logprobs=None, reference_logprobs=None)
+    unscored = batch.bare(rows)
     for scored in batch.scored_policies(config, policy, policy_update.abstract_base(recipe)):
         early.score.compile(lambda scored=scored: (scored, unscored))
     early.empty.compile(lambda: (policy, rows))
