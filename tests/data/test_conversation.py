@@ -136,6 +136,7 @@ def test_a_cut_answer_gets_the_end_that_a_whole_one_has(family, kind):
     for answer, messages in TURNS[kind]:
         cut = np.asarray(ids(conversation, answer), np.int32)
         whole = np.append(cut, np.int32(conversation.tokenizer.eos_token_id))
+        assert conversation.is_cut(cut) and not conversation.is_cut(whole)
         after = conversation.continuation(whole, messages)
         end = [] if family == "plain" else [conversation.tokenizer.eos_token_id]
         assert conversation.continuation(cut, messages).tolist() == [*end, *after]
@@ -236,6 +237,7 @@ def test_a_stop_text_that_begins_the_next_turn_is_written_once(stop, answer, mis
     conversation = make("plain", stop=(stop,))
     messages = [{"role": "user", "content": "Wrong."}]
     assert written(conversation, answer, messages) == missing
+    assert conversation.is_cut(np.asarray(ids(conversation, answer))) == (stop not in answer)
 
 
 def test_a_template_that_moves_tools_writes_them_again():

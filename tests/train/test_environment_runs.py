@@ -95,7 +95,10 @@ def test_rows_may_begin_with_what_the_environment_says(configure, tmp_path):
     }  # fmt: skip
     config = configure(tmp_path / "guess", knobs)
     assert loop.train(config) == cli.DONE
-    assert {one["prompt"] for step in (1, 2) for one in lines(config, step)} == {"guess 1-9:"}
+    found = [one for step in (1, 2) for one in lines(config, step)]
+    assert {one["prompt"] for one in found} == {"guess 1-9:"}
+    assert any("no guess 1-9:" in one["completion"] for one in found), "a cut turn is played"
+    assert max(value for _, value in events(config)["reward/terms/environment/cut_turns"]) > 1
     silent = configure(tmp_path / "silent", knobs | {"environment.path": TALK["environment.path"]})
     with pytest.raises(EnvironmentsError, match="says nothing at its start: let reset return text"):
         loop.train(silent)

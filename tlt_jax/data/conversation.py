@@ -97,6 +97,13 @@ class Conversation:
             tokens = self._encode(text[said:])
         return np.asarray(tokens, np.int32)
 
+    def is_cut(self, answer: np.ndarray) -> bool:
+        """Whether an answer has neither a token nor a stop text that ends one."""
+        if not self.ends.isdisjoint(answer[-1:].tolist()):
+            return False
+        stops = self.config.rollout.stop
+        return not (stops and any(stop in self.tokenizer.decode(answer) for stop in stops))
+
     def _after(self, key: str) -> tuple[str, list[int]]:
         """The text and tokens after an answer that the messages follow."""
         # Mistral's templates print the id of a call, of nine letters or digits.

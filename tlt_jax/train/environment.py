@@ -61,6 +61,7 @@ class Played:
     waiting: tuple[str, list[Call]] | None = None  # a turn for an environment that still opens
     rewards: list[float] = field(default_factory=list)
     numbers: dict[str, float] = field(default_factory=dict)  # the last of each; of errors the sum
+    cut: int = 0  # turns that ended at environment.turn_tokens
     failure: str = ""
     is_heard: bool = False  # a turn of the policy waits for its reply
     unread: str = ""  # what is wrong with calls of the last turn that cannot be read
@@ -163,6 +164,7 @@ class Play:
         if is_new := played is None:
             played = self.begin(uid, self.prompts[uid // self.samples])
         played.last, played.is_heard = turn, True
+        played.cut += self.talk.is_cut(turn)
         if opened.failure:
             played.failure = f"{opened.failure}: {opened.detail}"
         if played.failure:  # it may have crashed while the policy spoke
@@ -246,7 +248,7 @@ class Play:
         self.keys.pop(played.key, None)
         rewards = played.rewards
         total = sum(rewards) if self.config.environment.reward == SUM else sum(rewards[-1:])
-        numbers = played.numbers | {"turns": len(rewards)}
+        numbers = played.numbers | {"turns": len(rewards), "cut_turns": played.cut}
         return {"reward": total, "failure": played.failure, "numbers": numbers}
 
     def __enter__(self) -> Play:
