@@ -122,7 +122,7 @@ class Play:
 
     def prompt(self, prompt: Prompt, opened: Reply) -> Prompt:
         """A prompt with the messages of an environment after it; two of one role are joined."""
-        said = [dict(message) for message in opened.messages]
+        said = self.talk.quoted(opened.messages)
         given = prompt.row["prompt"]
         if not (said or given):
             raise EnvironmentsError(
