@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,8 +17,12 @@ from training_runs import (
 )
 
 from tlt_jax import cli
+from tlt_jax.data.files import ID
+from tlt_jax.data.prompt_format import Prompt
+from tlt_jax.environments import Reply
 from tlt_jax.errors import ConfigError, EnvironmentsError
 from tlt_jax.train import loop
+from tlt_jax.train.environment import Play
 
 TALK = {
     "environment.path": "toy_environments:Echo", "environment.turns": 3, "rollout.stop": ["1", "2"],
@@ -102,6 +107,16 @@ def test_rows_may_begin_with_what_the_environment_says(configure, tmp_path):
     silent = configure(tmp_path / "silent", knobs | {"environment.path": TALK["environment.path"]})
     with pytest.raises(EnvironmentsError, match="says nothing at its start: let reset return text"):
         loop.train(silent)
+
+
+def test_a_row_without_a_prompt_whose_environment_failed_is_named():
+    play = SimpleNamespace(talk=SimpleNamespace(quoted=list))
+    failed = Reply(done=True, failure="error", detail="ValueError: no level 9")
+    row = Prompt(np.zeros(0, np.int32), {"prompt": "", ID: "a:1"})
+    with pytest.raises(
+        EnvironmentsError, match=r"row a:1 has .* failed \(ValueError: no level 9\)"
+    ):
+        Play.prompt(play, row, failed)
 
 
 def test_knobs_that_conflict_are_refused(configure, tmp_path):

@@ -125,8 +125,10 @@ class Play:
         said = self.talk.quoted(opened.messages)
         given = prompt.row["prompt"]
         if not (said or given):
+            why = f"failed ({opened.detail})" if opened.failure else "says nothing"
             raise EnvironmentsError(
-                f"row {prompt.id} has no prompt, and its environment says nothing at its start: let reset return text"
+                f"row {prompt.id} has no prompt, and its environment {why} at its start: let reset return text, or set "
+                "data.prompt_column"
             )
         if not (said or self.pool.schemas):
             return prompt
