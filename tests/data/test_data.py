@@ -177,6 +177,37 @@ def test_no_prompt_is_on_both_sides(duplicates, tmp_path):
     )
 
 
+def in_game(config: Config, terms: tuple[str, ...] = ("environment",)) -> Config:
+    return replace(
+        config,
+        environment=replace(config.environment, path="games:Game"),
+        reward=replace(config.reward, terms=dict.fromkeys(terms, 1.0)),
+    )
+
+
+@pytest.mark.parametrize("template", ["", TEMPLATE])
+def test_rows_of_an_environment_need_neither_prompt_nor_answer(template, tmp_path):
+    """And are no duplicates without a prompt: the environment says something else to each."""
+    rows = [{"level": 3, "prompt": prompt} for prompt in ("", [], None, " ", "p", "p", "q")]
+    source = write(tmp_path / "a.jsonl", [*rows, {"level": 3}, {"level": 3, "answer": 5}])
+    config = make_config(source, eval_size=3, duplicates="drop", chat_template=bool(template))
+    loaded = datasets.load(in_game(config), make_tokenizer(template))
+    found = [*loaded.train, *loaded.eval]
+    assert {prompt.row["level"] for prompt in found} == {3} and loaded.dropped == 1
+    assert sorted(prompt.row["prompt"] for prompt in found) == [*[""] * 6, "p", "q"]
+    assert sorted(prompt.row["answer"] for prompt in found) == [*[""] * 7, "5"]
+    assert ids(datasets.load(in_game(config), make_tokenizer(template)).eval) == ids(loaded.eval)
+
+    asked = make_config(write(tmp_path / "b.jsonl", [{"level": 3}] * 9))
+    assert datasets.load(in_game(asked, ("environment", "format")), make_tokenizer()).rows == 6
+    told = failure(in_game(asked, ("environment", "exact")))
+    assert "no column 'answer': set data.answer_column to one of 'level'" in told
+    assert "no column 'prompt'" not in told
+    assert "no column 'prompt'" in failure(asked) and "no column 'answer'" in failure(asked)
+    warm = in_game(replace(asked, sft=replace(asked.sft, steps=1)))
+    assert "no column 'prompt'" in failure(warm)
+
+
 def test_rows_of_a_task_held_out_depend_on_no_training_seed():
     def held_out(**knobs):
         return [p.text for p in datasets.load(make_config(**knobs), make_tokenizer()).eval]

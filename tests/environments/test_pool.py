@@ -304,12 +304,26 @@ def test_tools_run_in_workers_and_their_schemas_are_known():
         ("Stepless", "has no step and no public method"),
         ("broken", "no server at port 1"),
         ("none", "no function 'none'"),
+        ("Untyped", "the tool 'add' has no schema: Argument amount is missing a type hint"),
     ],
 )
 def test_what_cannot_start_is_said_by_the_constructor(name, part):
     with pytest.raises(EnvironmentsError) as error:
         Environments(make_config(name))
     assert part in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_module_that_a_worker_cannot_import_is_said_by_the_constructor(tmp_path, monkeypatch):
+    (tmp_path / "raising.py").write_text("raise RuntimeError('no licence\\nfor this game')")
+    monkeypatch.syspath_prepend(tmp_path)
+    reasons = {
+        "raising:Game": "(RuntimeError: no licence for this game)",
+        "nowhere:Game": "(ModuleNotFoundError: No module named 'nowhere'): correct it, or put its folder on PYTHONPATH",
+    }
+    for path, reason in reasons.items():
+        with pytest.raises(EnvironmentsError) as error:
+            Environments(replace(Config(), environment=Environment(path=path, workers=1)))
+        assert reason in str(error.value) and "\n" not in str(error.value)
 
 
 def test_workers_that_die_while_starting_are_said_by_the_constructor(tmp_path, monkeypatch):

@@ -92,9 +92,9 @@ def expected(policy=POLICY) -> list[tuple[int, list[int], list[bool], str]]:
                 logits_of, lambda t, key=key: draw(key, jnp.int32(t)), text, SETTING, policy.eos_ids, tiny.STOPS, left
             )  # fmt: skip
             text, own, count = text + turn, own + [True] * len(turn), count + 1
-            if finish != "stop":
+            if finish == "length" and len(own) == LIMIT:
                 break
-            reply = reply_to(uid, turn, count)
+            reply, finish = reply_to(uid, turn, count), "stop"
             if reply is None or len(own) + len(reply) >= LIMIT:
                 break
             text, own = text + reply, own + [False] * len(reply)
@@ -127,7 +127,9 @@ def test_tokens_do_not_depend_on_drafts_groups_or_when_replies_come(
     truth = expected()
     assert found == truth
     assert {finish for *_, finish in truth} == {"stop", "length"}
+    heard = [turn for turns in partner.heard.values() for turn in turns[:-1]]
     assert max(len(turns) for turns in partner.heard.values()) > 2, "several turns were taken"
+    assert any(len(turn) == TURN_TOKENS and turn[-1] not in POLICY.eos_ids for turn in heard)
     for one in result.completions:
         assert (one.logprobs[~one.own] == 0).all() and (one.logprobs[one.own] < 0).all()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,8 +18,12 @@ from training_runs import (
 )
 
 from tlt_jax import cli
+from tlt_jax.data.files import ID
+from tlt_jax.data.prompt_format import Prompt
+from tlt_jax.environments import Reply
 from tlt_jax.errors import ConfigError, EnvironmentsError
 from tlt_jax.train import loop
+from tlt_jax.train.environment import Play
 
 TALK = {
     "environment.path": "toy_environments:Echo", "environment.turns": 3, "rollout.stop": ["1", "2"],
@@ -115,10 +120,21 @@ def test_rows_may_begin_with_what_the_environment_says(configure, tmp_path):
     }  # fmt: skip
     config = configure(tmp_path / "guess", knobs)
     assert loop.train(config) == cli.DONE
-    assert {one["prompt"] for step in (1, 2) for one in lines(config, step)} == {"guess 1-9:"}
+    found = [one for step in (1, 2) for one in lines(config, step)]
+    assert {one["prompt"] for one in found} == {"guess 1-9:"}
+    assert any("no guess 1-9:" in one["completion"] for one in found), "a cut turn is played"
+    assert max(value for _, value in events(config)["reward/terms/environment/cut_turns"]) > 1
     silent = configure(tmp_path / "silent", knobs | {"environment.path": TALK["environment.path"]})
     with pytest.raises(EnvironmentsError, match="says nothing at its start: let reset return text"):
         loop.train(silent)
+
+
+def test_a_row_without_a_prompt_whose_environment_failed_is_decoded_from_the_eos_alone():
+    tokenizer = SimpleNamespace(eos_token_id=7)
+    play = SimpleNamespace(talk=SimpleNamespace(quoted=list), tokenizer=tokenizer)
+    failed = Reply(done=True, failure="error", detail="ValueError: no level 9")
+    row = Prompt(np.zeros(0, np.int32), {"prompt": "", ID: "a:1"})
+    assert Play.prompt(play, row, failed).tokens.tolist() == [7]
 
 
 def test_knobs_that_conflict_are_refused(configure, tmp_path):

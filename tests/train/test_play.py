@@ -76,7 +76,11 @@ def test_a_tool_is_described_called_and_answers_in_the_format_of_the_template(
         assert said(play) == {2: None}
         assert play.rewards(2) == [0, 0, 0, 0]
         outcome = play.outcome(SimpleNamespace(uid=2))
-        assert outcome == {"reward": 0, "failure": "", "numbers": {"tool_errors": 2, "turns": 4}}
+        assert outcome == {
+            "reward": 0,
+            "failure": "",
+            "numbers": {"tool_errors": 2, "turns": 4, "cut_turns": 0},
+        }
 
 
 def test_answers_to_one_prompt_have_environments_of_their_own_and_turns_have_a_limit(

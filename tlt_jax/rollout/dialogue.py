@@ -9,7 +9,7 @@ import numpy as np
 
 from tlt_jax.rollout.recorder import Emitted, Poll
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.spec_decode.decode_state import RUNNING, TURN
+from tlt_jax.spec_decode.decode_state import RUNNING, STOPPED, TRUNCATED, TURN
 
 APPEND_FROM = 256  # tokens of a sequence; fewer are prefilled in about the time of a round
 MORE = 4  # times as many tokens as the reply has
@@ -27,7 +27,7 @@ class Partner(Protocol):
     """Who replies to the policy; neither method waits."""
 
     def hear(self, uid: int, turn: np.ndarray, logprobs: np.ndarray) -> None:
-        """Gets a turn of the policy in a sequence: its tokens int32[n], with the EOS or stop text that ended it."""
+        """Gets a turn of the policy in a sequence: its tokens int32[n], with the EOS or stop text, if one ended it."""
 
     def most(self, uid: int) -> int:
         """Most tokens of the next turn of a sequence, 0: any number."""
@@ -75,6 +75,11 @@ class Dialogue:
                 self.partner.hear(event.uid, turn, logprobs)
             else:
                 del self.parts[event.uid]
+
+    def turned(self, new: Emitted, limit: int) -> Emitted:
+        """The new tokens of a sequence with the limit of its turn: TURN after a stop, and at a limit below its whole one."""
+        is_cut = new.finish == TRUNCATED and limit < self.limit_of(new.uid)
+        return new._replace(finish=TURN) if is_cut or new.finish == STOPPED else new
 
     def take(self, uids: Collection[int]) -> dict[int, np.ndarray | None]:
         """The replies to these sequences that are there; None: it has ended."""

@@ -24,7 +24,6 @@ from tlt_jax.keys import environment_seed
 from tlt_jax.rollout.recorder import Completion
 
 PAUSE_S = 2e-3  # between two looks at environments that open
-TAIL = 64  # tokens of a turn among which a stop text is looked for
 STOP, LENGTH = "stop", "length"  # how a turn ended, for agents
 OTHER = "an environment opened otherwise with the same row and seed"
 
@@ -74,6 +73,7 @@ class Played:
     most: int = 0  # tokens of the next turn of an agent's conversation
     rewards: list[float] = field(default_factory=list)
     numbers: dict[str, float] = field(default_factory=dict)  # the last of each; of errors the sum
+    cut: int = 0  # turns that ended at environment.turn_tokens
     failure: str = ""
     is_heard: bool = False  # a turn of the policy waits for its reply
     unread: str = ""  # what is wrong with calls of the last turn that cannot be read
@@ -144,14 +144,17 @@ class Play:
 
     def prompt(self, prompt: Prompt, opened: Reply) -> Prompt:
         """A prompt with the messages of an environment after it; two of one role are joined."""
-        said = [dict(message) for message in opened.messages]
+        said = self.talk.quoted(opened.messages)
         given = prompt.row["prompt"]
         if opened.tokens:
             tokens = np.asarray(opened.tokens, np.int32)
             return replace(prompt, tokens=tokens, text=self.tokenizer.decode(tokens))
+        if opened.failure and not given:  # its answers have no score
+            return replace(prompt, tokens=np.array([self.tokenizer.eos_token_id], np.int32))
         if not (said or given):
             raise EnvironmentsError(
-                f"row {prompt.id} has no prompt, and its environment says nothing at its start: let reset return text"
+                f"row {prompt.id} has no prompt, and its environment says nothing at its start: let reset return text, or set "
+                "data.prompt_column"
             )
         if not (said or self.pool.schemas):
             return prompt
@@ -184,6 +187,7 @@ class Play:
         if is_new := played is None:
             played = self.begin(uid, self.prompts[uid // self.samples])
         played.last, played.is_heard = turn, True
+        played.cut += self.talk.is_cut(turn)
         if opened.failure:
             played.failure = f"{opened.failure}: {opened.detail}"
         if played.failure:  # it may have crashed while the policy spoke
@@ -211,11 +215,8 @@ class Play:
 
     def sampled(self, turn: np.ndarray, logprobs: np.ndarray) -> Sampled:
         """A turn as agents get it."""
-        tail = self.tokenizer.decode(turn[-TAIL:])
-        is_ended = int(turn[-1]) in self.talk.ends or any(
-            stop in tail for stop in self.config.rollout.stop
-        )
-        return turn.tolist(), logprobs.tolist(), STOP if is_ended else LENGTH
+        finish = LENGTH if self.talk.is_cut(turn) else STOP
+        return turn.tolist(), logprobs.tolist(), finish
 
     def replies(self) -> dict[int, np.ndarray | None]:
         """As Partner.replies."""
@@ -279,7 +280,7 @@ class Play:
         self.keys.pop(played.key, None)
         rewards = played.rewards
         total = sum(rewards) if self.config.environment.reward == SUM else sum(rewards[-1:])
-        numbers = played.numbers | {"turns": len(rewards)}
+        numbers = played.numbers | {"turns": len(rewards), "cut_turns": played.cut}
         return {"reward": total, "failure": played.failure, "numbers": numbers}
 
     def __enter__(self) -> Play:

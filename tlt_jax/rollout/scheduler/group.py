@@ -49,7 +49,7 @@ from tlt_jax.rollout.scheduler.state import (
     queued,
 )
 from tlt_jax.spec_decode.decode import Report
-from tlt_jax.spec_decode.decode_state import BROKEN, RUNNING, STOPPED, TURN, Admission, Appended
+from tlt_jax.spec_decode.decode_state import BROKEN, RUNNING, TURN, Admission, Appended
 from tlt_jax.spec_decode.strategy import PLAIN
 
 # Limit on the un-awaited programs of one group: more than about 30 on fake CPU devices abort the process.
@@ -146,7 +146,10 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
     is_first = rounds > 0 and context.programs.is_first_run(flight.program)
     is_untimed = is_first or flight.compiling_alongside or context.programs.compiling_alongside
     events = [Retired(flight.number, flight.kind, rounds, tokens, report.stats, is_untimed)]
-    news = emitted(flight.rows, report, context.dialogue is not None) if rounds else {}
+    news = emitted(flight.rows, report) if rounds else {}
+    if context.dialogue:
+        limits = {one.uid: one.limit for one in state.rows if one}
+        news = {uid: context.dialogue.turned(new, limits[uid]) for uid, new in news.items()}
     events += news.values()
     if context.harvester and not context.dialogue:
         ends = ended(state.rows, news)
@@ -187,16 +190,12 @@ def hear(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
     return state, [Replied(uid, reply) for uid, reply in found.items()]
 
 
-def emitted(
-    rows: Sequence[int | None], report: Report, may_go_on: bool = False
-) -> dict[int, Emitted]:
-    """The new tokens of the sequences that had these rows in a chunk, by uid; `may_go_on`: after a stop."""
+def emitted(rows: Sequence[int | None], report: Report) -> dict[int, Emitted]:
+    """The new tokens of the sequences that had these rows in a chunk, by uid."""
     counts, finish = report.counts.tolist(), report.finish.tolist()
     # Each round also adds the target's token.
     accepted = (report.counts - report.stats.row_rounds).tolist()
     tokens, logprobs, record = report.tokens, report.logprobs, report.record
-    if may_go_on:
-        finish = [TURN if code == STOPPED else code for code in finish]
     return {
         uid: Emitted(
             uid, tokens[row, :count], logprobs[row, :count], finish[row], accepted[row],
