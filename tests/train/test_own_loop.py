@@ -1,8 +1,10 @@
-"""The verbs of a loop of one's own: gradients, optimizer steps, log-probs and states of the engine."""
+"""The verbs of a loop of one's own: gradients, optimizer steps, log-probs and states of the engine, and the examples."""
 
 from __future__ import annotations
 
 import os
+import runpy
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,8 +15,9 @@ import tlt_jax
 from tlt_jax.data import tasks
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import UserError
-from tlt_jax.models import architecture, hf_config
+from tlt_jax.models import architecture, hf, hf_config
 
+EXAMPLES = Path(tlt_jax.__file__).parents[1] / "examples"
 PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 5, 4, 3]]
 KNOBS = {
     "rollout.compile_cache": os.environ["TLT_JAX_TEST_PROGRAMS"], "speculation.drafter": "none", "rollout.prompts": 4,
@@ -31,6 +34,17 @@ SHARES = np.full(8, 1 / 60)
 
 def weights(seed: int = 0) -> architecture.Params:
     return architecture.init(MODEL, meshes.make_mesh(1, 1), jax.random.key(seed), "float32")
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """Model directories of two seeds."""
+    root = tmp_path_factory.mktemp("models")
+    for seed in (0, 1):
+        hf.save(
+            weights(seed), MODEL, root / str(seed), meshes.make_mesh(1, 1), TOKENIZER, "float32"
+        )
+    return [root / "0", root / "1"]
 
 
 @pytest.fixture(scope="module")
@@ -175,3 +189,17 @@ def test_a_mistake_is_one_line(engine, answers, tmp_path):
             mistake()
         assert message in str(error.value) and "\n" not in str(error.value)
     assert step(engine, answers)["grad_norm"] > 0, "the engine stays usable"
+
+
+def test_the_examples_learn(directories):
+    def ones(text, _):
+        return text.count("1") / 12
+
+    changes = KNOBS | {"rollout.prompts": 16, "rollout.samples": 8, "optim.learning_rate": 0.02}
+    for name in ("grpo_loop.py", "best_of_n.py"):
+        train = runpy.run_path(str(EXAMPLES / name))["train"]
+        rewards = [*train(directories[0], 6, ones, changes)]
+        assert rewards[-1] > rewards[0] + 0.1, (name, rewards)
+    train = runpy.run_path(str(EXAMPLES / "distill_loop.py"))["train"]
+    gaps = [*train(*directories, 6, changes)]
+    assert gaps[-1] < 0.8 * gaps[0], gaps
