@@ -92,6 +92,8 @@ def check_verbs(run: Run) -> None:
             metrics = found.metrics | engine.optim_step()
             assert metrics == {name: updated.metrics[name] for name in metrics}
             jax.tree.map(np.testing.assert_array_equal, engine.params, updated.after.params)
+        engine.load_state(run.config.run)
+        jax.tree.map(np.testing.assert_array_equal, engine.params, run.updates[-1].after.params)
 
 
 def lines(run: Run, step: int) -> list[dict]:
