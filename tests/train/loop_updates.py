@@ -13,8 +13,10 @@ import numpy as np
 import optax
 import toy_rewards
 from observed import Run
+from training_runs import having
 
 from tlt_jax.data import prompt_format
+from tlt_jax.inference import engine as engines
 from tlt_jax.models import architecture, from_config, transformer
 
 BETA1 = 0.9
@@ -67,6 +69,31 @@ def padded(pairs: Sequence[tuple[list[int], list[int]]]) -> np.ndarray:
 
 
 # The update
+
+
+def check_verbs(run: Run) -> None:
+    """A loop on the engine that gets the answers of a step and their rewards makes the updates of the run, bit by bit."""
+    knobs, (rolled, *_), (first, second, *_) = run.config.algorithm, run.trainings, run.updates
+    rewards = np.array([one["reward"] for one in lines(run, 1)])
+    groups = rewards.reshape(-1, run.config.rollout.samples)
+    advantages = groups - (groups.sum(axis=1, keepdims=True) - groups) / (groups.shape[1] - 1)
+    model = from_config.model_config(run.config, prompt_format.tokenizer_of(run.config))
+    config = having(run.config, rollout__stop=())  # it has no tokenizer, and answers nothing
+    with engines.opened(config, (model, first.before.params)) as engine:
+        answers = [engine.answer(rolled.request.prompts, one) for one in rolled.result.completions]
+        old = engine.forward(answers)
+        parts = np.array_split(np.arange(len(answers)), knobs.minibatches)
+        for part, updated in zip(parts, (first, second), strict=True):
+            fields = {
+                "advantages": advantages.ravel()[part],
+                "old_logprobs": [old[i] for i in part],
+            }
+            found = engine.forward_backward([answers[i] for i in part], **fields)
+            metrics = found.metrics | engine.optim_step()
+            assert metrics == {name: updated.metrics[name] for name in metrics}
+            jax.tree.map(np.testing.assert_array_equal, engine.params, updated.after.params)
+        engine.load_state(run.config.run)
+        jax.tree.map(np.testing.assert_array_equal, engine.params, run.updates[-1].after.params)
 
 
 def lines(run: Run, step: int) -> list[dict]:

@@ -125,8 +125,8 @@ class Spans:
     lengths: np.ndarray
     counts: np.ndarray
 
-    def spread(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
-        """float64[A, R, T]: one value per example at all its targets; 0 elsewhere."""
+    def spread(self, values: Sequence[float] | Sequence[np.ndarray]) -> np.ndarray:
+        """float64[A, R, T]: one value per example, or one for each of its targets, at these; 0 elsewhere."""
         return self.place(
             [np.full(n, value) for n, value in zip(self.lengths, values, strict=True)]
         )

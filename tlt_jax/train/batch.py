@@ -196,16 +196,17 @@ def pack_rows(config: Config, examples: Sequence[Example]) -> tuple[PackedRows, 
 def make_batch(
     packed: tuple[PackedRows, Spans],
     recipe: Recipe,
-    weights: np.ndarray,
-    advantages: np.ndarray,
+    weights: Sequence[float] | Sequence[np.ndarray],
+    advantages: Sequence[float] | Sequence[np.ndarray],
     rollout_logprobs: Sequence[np.ndarray] | None = None,
     is_finite: np.ndarray | None = None,
+    **logprobs: Sequence[np.ndarray],
 ) -> Minibatch:
     """The packed rows on the mesh, by accumulation step.
 
-    weights[n], advantages[n] and is_finite[n] are per example, `rollout_logprobs` per answer token; of examples that are
-    not finite nothing is learned. Raises ValueError for an example longer than the recipe's `longest`, and for a row with
-    more examples than attention supports.
+    weights[n] and advantages[n] are per example, or per answer token of each; is_finite[n] is per example, and all
+    `logprobs`, by field, are per answer token. Of examples that are not finite nothing is learned. Raises ValueError for an
+    example longer than the recipe's `longest`, and for a row with more examples than attention supports.
     """
     (rows, spans), longest = packed, recipe.longest
     most = most_segments(rows.tokens.shape[-1])
@@ -220,7 +221,8 @@ def make_batch(
     own = rows.is_answer  # what others wrote in an answer has no loss
     rows = rows._replace(weights=spans.spread(weights) * own, advantages=spans.spread(advantages))
     if rollout_logprobs is not None:
-        rows = rows._replace(rollout_logprobs=spans.place(rollout_logprobs))
+        logprobs["rollout_logprobs"] = rollout_logprobs
+    rows = rows._replace(**{field: spans.place(values) for field, values in logprobs.items()})
     if is_finite is not None:
         rows = rows._replace(is_answer=own & (spans.spread(is_finite) > 0))
     steps = [

@@ -360,36 +360,39 @@ def accumulate(
 
 
 def apply(
-    state: PolicyState, sums: Sums, step: Int[Array, ""], recipe: Recipe
+    state: PolicyState,
+    sums: Sums,
+    step: Int[Array, ""],
+    recipe: Recipe,
+    rate: Float[Array, ""] | None = None,
 ) -> tuple[PolicyState, dict[str, Array]]:
     """The state after one optimizer step on the gradients of a whole batch, and its metrics; `step`: of the schedule.
+
+    `rate`: the learning rate, None for that of the schedule.
 
     A non-finite update leaves weights and moments unchanged; a batch without targets, or whose gradient is 0, the whole
     state. Metrics are means or maxima over targets, 0 without any, and the divisors of the means: numbers of tokens, and of
     answers.
     """
-    norm, totals = optax.tree.norm(sums.grads), dict(sums.totals)
-    routers = totals.pop(ROUTERS, None)
+    norm, tokens = optax.tree.norm(sums.grads), sums.totals.get("tokens")
     is_finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
-    tokens = totals.get("tokens")
     # A gradient of 0 moves no weight either, as moments and decay would.
     learns = (norm > 0) | ~is_finite
     if tokens is not None:
         learns &= tokens > 0
-    state, rate = optimizer.advance(state, sums.grads, is_finite, recipe.adam, learns, step)
-    means = losses.means(totals)
+    state, rate = optimizer.advance(state, sums.grads, is_finite, recipe.adam, learns, step, rate)
+    found = {"loss": sums.loss, "grad_norm": norm, "lr": rate, "nonfinite": state.skipped}
     if tokens is not None:
-        means[EMPTY] = (~learns).astype(jnp.int32)
-    if routers is not None:
-        means |= moe.scalars(routers)
-    return state, {
-        "loss": sums.loss,
-        "grad_norm": norm,
-        "lr": rate,
-        "nonfinite": state.skipped,
-        **means,
-        **sums.maxima,
-    }
+        found[EMPTY] = (~learns).astype(jnp.int32)
+    return state, found | measured(sums)
+
+
+def measured(sums: Sums) -> dict[str, Array]:
+    """The metrics of sums: means and maxima over targets, and what routers did."""
+    totals = dict(sums.totals)
+    routers = totals.pop(ROUTERS, None)
+    found = losses.means(totals) | sums.maxima
+    return found if routers is None else found | moe.scalars(routers)
 
 
 def score(params: Params, rows: PackedRows, recipe: Recipe) -> Float[Array, "R T"]:
@@ -422,7 +425,7 @@ def head_logprobs(
 class UpdatePrograms(NamedTuple):
     """The jitted functions of a recipe; all but `apply` run one accumulation step.
 
-    empty(params, rows); accumulate(sums, params, rows) donates the sums; apply(state, sums, step)
+    empty(params, rows); accumulate(sums, params, rows) donates the sums; apply(state, sums, step, rate=None)
     donates the state; score(params, rows).
     """
 
@@ -516,12 +519,30 @@ def update(
     `step`: of the schedule, from 0 on: the RL step, for all of its optimizer steps. `base`: of the adapters that the state
     holds; None when it holds all weights.
     """
-    params = lora.whole(state.params, base)
-    sums, values = block_on_cpu(programs.empty(params, batch[0])), []
+    sums = accumulated(programs, lora.whole(state.params, base), batch)
+    return block_on_cpu(programs.apply(state, sums, put(np.int32(step), state.step.sharding)))
+
+
+def accumulated(
+    programs: UpdatePrograms,
+    params: Params,
+    batch: Sequence[PackedRows],
+    grads: Trained | None = None,
+) -> Sums:
+    """The sums over a batch, by accumulation step; its gradients are added to `grads`, which it owns."""
+    if grads is None:
+        sums = block_on_cpu(programs.empty(params, batch[0]))
+    else:
+        shapes = programs.empty.eval_shape(params, batch[0]).replace(grads=None)
+        zeros = jax.tree.map(
+            lambda leaf: put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), shapes
+        )
+        sums = zeros.replace(grads=grads)
+    values = []
     for rows in batch:
         sums, value = programs.accumulate(sums, params, rows)
         values = throttle([*values, value])
-    return block_on_cpu(programs.apply(state, sums, put(np.int32(step), state.step.sharding)))
+    return sums
 
 
 def token_logprobs(
