@@ -418,6 +418,11 @@ class RolloutModel:
         config, engine = self.config, self.engine
         if rank := config.model.lora.rank:
             raise ConfigError(f"model.lora.rank {rank}: the engine trains all weights: set it to 0")
+        if path := config.algorithm.teacher.path:
+            raise ConfigError(
+                f"algorithm.teacher.path {path!r}: the engine has no teacher: add its log-probs to the advantages, as "
+                "examples/distill_loop.py does"
+            )
         recipe = Recipe.of(config, self.model, self.mesh, config.train.steps)
         return memory.fitted(config, recipe, engine.learned, engine.job)
 
