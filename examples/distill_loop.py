@@ -20,7 +20,10 @@ KNOBS = {"rollout.prompts": PROMPTS, "rollout.samples": 8, "rollout.max_new_toke
 def train(student, teacher, steps, changes=None):
     """Yields the mean of the student's log-prob minus the teacher's in every step."""
     knobs = KNOBS | {"train.steps": steps} | (changes or {})
-    with tlt_jax.open_engine(student, knobs) as policy, tlt_jax.open_engine(teacher, knobs) as judge:
+    with (
+        tlt_jax.open_engine(student, knobs) as policy,
+        tlt_jax.open_engine(teacher, knobs) as judge,
+    ):
         for step in range(steps):
             rows = TASK.rows(0, range(step * PROMPTS, (step + 1) * PROMPTS), "train")
             answers = policy.generate([row.prompt for row in rows])
