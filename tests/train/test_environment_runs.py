@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from idle_process import LEAST, groups_train
 from jobs import Job
 from training_runs import (
     TASK,
@@ -54,12 +55,15 @@ def test_answers_have_several_turns_and_the_rewards_of_their_environment(talked)
         assert one["reward"] == pytest.approx(one["parts"]["environment"])
 
 
-def test_a_resumed_run_with_drafts_ends_with_the_same_bits(talked, tmp_path):
+def test_a_resumed_run_whose_drafter_learns_ends_with_the_same_bits(talked, tmp_path, monkeypatch):
+    groups_train(monkeypatch)
     drafting = {
-        "speculation.drafter": "ngram", "speculation.tuner": "fixed", "speculation.strategies": ["2_1_3"],
+        "speculation.drafter": "adaptive", "speculation.tuner": "fixed", "speculation.strategies": ["2_1_3"],
+        "drafter_training.share": 0.0,
     }  # fmt: skip
-    drafted = resumed(talked, tmp_path / "drafted", 2, drafting)
-    assert max(value for _, value in events(drafted)["speculation/accept_length"]) > 1
+    found = events(resumed(talked, tmp_path / "drafted", 2, drafting))
+    assert max(value for _, value in found["speculation/accept_length"]) > 1
+    assert sum(value for _, value in found["drafter/steps"]) >= LEAST
 
 
 def test_an_agent_that_owns_its_loop_samples_the_tokens_of_the_same_environment(

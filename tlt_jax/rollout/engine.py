@@ -183,8 +183,8 @@ class EngineBase:
         this rollout is then lost. With a `selection` (in all processes) the result has the answers to the chosen prompts
         alone, `on_finish` gets those that may be chosen, and the rollout ends as soon as the choice is known. A `partner`
         replies to the turns of the local groups' sequences, each of at most `turn_tokens` tokens (0: any number), see
-        Dialogue; nothing is harvested then. `arrivals`: the sequences of the request, which come meanwhile. Raises ConfigError
-        for a partner in a deterministic rollout, since what is decoded together depends on when replies come.
+        Dialogue. `arrivals`: the sequences of the request, which come meanwhile. Raises ConfigError for a partner in a
+        deterministic rollout, since what is decoded together depends on when replies come.
         """
         if partner and self.cost_table:
             raise ConfigError(

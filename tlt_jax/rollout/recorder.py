@@ -137,8 +137,8 @@ class Replied(NamedTuple):
 class Ended:
     """A sequence has ended, and not with logits that are not finite; emitted only with a harvester.
 
-    `row`: its current row; `length`: its tokens, with the prompt's. It has features of positions 0
-    to length - 2.
+    Also one that waits for a reply when its row is lent: it may go on, and then ends again. None of one that ends without a
+    row. `row`: its current row; `length`: its tokens, with the prompt's. It has features of positions 0 to length - 2.
     """
 
     uid: int
