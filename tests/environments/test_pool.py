@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from environments import faces
 from environments.test_protocol import make_maker
 
@@ -393,6 +395,15 @@ def test_knobs_that_make_no_sense_are_refused(knob, value, part):
     with pytest.raises(ConfigError) as error:
         load.build({"model": {"path": "a"}}, [(knob, value)])
     assert part in str(error.value)
+
+
+def test_the_lines_of_the_page_are_knobs():
+    page = Path(__file__).parents[2] / "docs" / "environments.md"
+    found = re.findall(r"`(\{path: .*?\})`", page.read_text())
+    for line in found:
+        knobs = {"model": {"path": "a"}, "environment": yaml.safe_load(line)}
+        assert load.build(knobs, [("reward.terms", {"environment": 1.0})]).environment.path
+    assert len(found) == 7
 
 
 def test_tools_may_be_given_as_functions():

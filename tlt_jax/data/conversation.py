@@ -24,7 +24,7 @@ TOOL = "tool"  # role of the message with the result of a tool: {"role": "tool",
 ANSWER, PROBE = "AnswerOfThePolicy", "MessageOfTheEnvironment"  # contents that no template changes
 BREAK = "BreakInATextOfTheEnvironment"  # after the first letter of a special token's name, which is encoded as text
 CACHED = 256  # replies of environments whose tokens are kept
-HEAD = 64  # characters after an answer among which a stop text is looked for
+HEAD = 64  # characters after an answer, or its last tokens, where a stop text is looked for
 
 
 class Conversation:
@@ -124,8 +124,8 @@ class Conversation:
         """Whether an answer has neither a token nor a stop text that ends one."""
         if not self.ends.isdisjoint(answer[-1:].tolist()):
             return False
-        stops = self.config.rollout.stop
-        return not (stops and any(stop in self.tokenizer.decode(answer) for stop in stops))
+        tail = answer[-HEAD:].tolist()
+        return not any(stop in self.tokenizer.decode(tail) for stop in self.config.rollout.stop)
 
     def _after(self, key: str) -> tuple[str, list[int]]:
         """The text and tokens after an answer that the messages follow."""
