@@ -15,12 +15,12 @@ from tlt_jax.config.schema import Config
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
 MOST = {
-    "lines of the package": 45_300,
+    "lines of the package": 45_500,
     "modules of the package": 203,
-    "lines of tests": 40_500,
+    "lines of tests": 40_700,
     "lines of benchmarks": 2_970,
-    "words of pages": 33_400,
-    "knobs": 131,
+    "words of pages": 33_700,
+    "knobs": 132,
 }
 
 

@@ -433,6 +433,11 @@ class Algorithm:
         "model.compute_dtype of bfloat16, in which the routers of both differ. Of a mixture of experts",
         one_of=(AUTO, ALWAYS, NEVER),
     )
+    support_replay: bool = knob(
+        False,
+        "with rollout.top_k (at most 256), with or without top_p: all log-probs of training are of the tokens from which the "
+        "rollout drew each token, whose ids it records",
+    )
     router_balance: float = knob(
         0.0,
         "weight of the load-balancing loss of a mixture of experts (1 for each expert of a token at best)",

@@ -30,6 +30,8 @@ from tlt_jax.config.schema import (
 )
 from tlt_jax.errors import ConfigError
 
+MOST_KEPT = 256  # ids of algorithm.support_replay
+
 
 def eval_metrics(config: Config) -> list[str]:
     """Names of the evaluation metrics of this configuration."""
@@ -177,6 +179,11 @@ def validate_data_and_steps(config: Config) -> Iterator[str]:
     if best and best not in eval_metrics(config):
         yield f"checkpoint.best_metric {best!r} is not measured: use one of {', '.join(eval_metrics(config))}"
     # A prompt whose answers score alike has a gradient then: they are compared with those of the whole step.
+    if algorithm.support_replay and not 0 < rollout.top_k <= MOST_KEPT:
+        yield (
+            f"algorithm.support_replay with rollout.top_k {rollout.top_k}, which bounds the ids that are recorded of a token: "
+            f"use 1 to {MOST_KEPT}, for example 64, or algorithm.support_replay false"
+        )
     if rollout.max_prompts and algorithm.advantage in (REINFORCE_PP, NONE):
         yield (
             f"rollout.max_prompts {rollout.max_prompts} with algorithm.advantage {algorithm.advantage}, which compares no "
@@ -243,6 +250,11 @@ def importance(algorithm: Algorithm, compute_dtype: str) -> str:
     if algorithm.importance != AUTO:
         return algorithm.importance
     return TOKEN if compute_dtype == "bfloat16" else NONE
+
+
+def kept(config: Config) -> int:
+    """Ids that are recorded of the tokens from which each token of training is drawn: 0 without support_replay."""
+    return config.rollout.top_k if config.algorithm.support_replay else 0
 
 
 def replays(algorithm: Algorithm, compute_dtype: str, model: Any) -> bool:

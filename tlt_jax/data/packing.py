@@ -28,8 +28,9 @@ class PackedRows(NamedTuple):
     first minibatch (None: those of the update itself, so that ratios are 1), of the frozen reference, of a teacher (with
     `teacher_ids` of the tokens that it finds most likely), and of the policy in its update, which exist in its loss alone.
     `weights`: of each target in the policy's loss, above 0 where this counts it. `experts`: those that each token had in the
-    rollout, see moe.record. `features`: the policy's hidden states that the drafter reads; `states`: its normed last hidden
-    states.
+    rollout, see moe.record. `support`: ids of the tokens from which each target was drawn, -1 after the last; log-probs are
+    then of these tokens and the target alone. `features`: the policy's hidden states that the drafter reads; `states`: its
+    normed last hidden states.
 
     A segment of a drafter's rows may start at any position of its sequence; attention does not reach tokens before it.
     """
@@ -50,6 +51,7 @@ class PackedRows(NamedTuple):
     experts: Integer[Array, "R T W"] | None = None
     teacher_logprobs: Float[Array, "R T *K"] | None = None
     teacher_ids: Int32[Array, "R T K"] | None = None
+    support: Int32[Array, "R T S"] | None = None
 
     @property
     def mask(self) -> Bool[Array, "R T"]:
@@ -96,7 +98,7 @@ def step_tokens(config: Config) -> int:
 
 
 class Example(NamedTuple):
-    """Token ids of a prompt and its answer; `uid` orders examples of equal length. `record`, `own`: as of recorder.Completion.
+    """Token ids of a prompt and its answer; `uid` orders examples of equal length. Others: as of recorder.Completion.
 
     Of `own` None all tokens are the policy's.
     """
@@ -106,6 +108,7 @@ class Example(NamedTuple):
     answer: np.ndarray
     record: np.ndarray | None = None
     own: np.ndarray | None = None
+    support: np.ndarray | None = None
 
     @property
     def length(self) -> int:
@@ -156,6 +159,9 @@ def pack(
     experts = None
     if (record := examples[0].record) is not None:
         experts = np.full((*shape, record.shape[1]), np.iinfo(record.dtype).max, record.dtype)
+    support = None
+    if (kept := examples[0].support) is not None:
+        support = np.full((*shape, kept.shape[1]), -1, np.int32)
     for index, step, row, segment, start in places:
         example = examples[index]
         end, first = start + example.length, start + len(example.prompt) - 1
@@ -165,12 +171,16 @@ def pack(
         targets[step, row, first : end - 1] = example.answer
         is_answer[step, row, first : end - 1] = True if example.own is None else example.own
         answers[index] = step, row, first
+        if support is not None:
+            support[step, row, first : end - 1] = example.support
         if experts is not None:
             experts[step, row, start : start + len(example.record)] = example.record
 
     lengths = np.array([len(example.answer) for example in examples])
     counts = [len(one.answer) if one.own is None else int(one.own.sum()) for one in examples]
-    packed = PackedRows(tokens, positions, segments, targets, is_answer, experts=experts)
+    packed = PackedRows(
+        tokens, positions, segments, targets, is_answer, experts=experts, support=support
+    )
     return packed, Spans(shape, answers, lengths, np.array(counts))
 
 

@@ -176,12 +176,28 @@ def score(
     targets: Int[Array, "*A"],
     temperature: float,
     entropy_learns: bool,
+    support: Int[Array, "*A S"] | None = None,
 ) -> tuple[Float[Array, "*A"], Float[Array, "*A"]]:
     """Log-probability of the targets and entropy, of logits over the temperature (0 counts as 1).
 
-    Reduces over V only, so V may be sharded. Without `entropy_learns` the entropy has no gradient.
+    Reduces over V only, so V may be sharded. Without `entropy_learns` the entropy has no gradient. With a `support` both are
+    of these tokens, -1 for none, and the target alone.
     """
     shifted, total = shifted_logits(logits, temperature)
+    if support is not None:
+        # Some of them may be the target, which counts once.
+        ids = jnp.concatenate([targets[..., None], support], axis=-1)
+        values = jnp.take_along_axis(shifted, jnp.maximum(ids, 0), axis=-1)
+        is_kept = jnp.concatenate(
+            [
+                jnp.ones_like(targets, bool)[..., None],
+                (support >= 0) & (support != targets[..., None]),
+            ],
+            axis=-1,
+        )
+        shifted = jnp.where(is_kept, values, jnp.finfo(values.dtype).min)
+        shifted -= jax.lax.stop_gradient(jnp.max(shifted, axis=-1, keepdims=True))
+        total, targets = jnp.sum(jnp.exp(shifted), axis=-1), jnp.zeros_like(targets)
     ids = jax.lax.broadcasted_iota(targets.dtype, shifted.shape, shifted.ndim - 1)
     chosen = jnp.sum(jnp.where(ids == targets[..., None], shifted, 0), axis=-1)
     logprobs = chosen - jnp.log(total)
@@ -211,13 +227,15 @@ def target_logprobs(
     *,
     temperature: float,
     chunk: int,
+    support: Int[Array, "R T S"] | None = None,
 ) -> Float[Array, "R T"]:
-    """Log-probability of the ids where `is_target`, 0 elsewhere, from the last hidden states."""
+    """Log-probability of the ids where `is_target`, 0 elsewhere, from the last hidden states; `support`: as of `score`."""
 
-    def rule(logits: Array, chosen: Array) -> Array:
-        return score(logits, chosen, temperature, False)[0]
+    def rule(logits: Array, chosen: tuple[Array, Array | None]) -> Array:
+        return score(logits, chosen[0], temperature, False, chosen[1])[0]
 
-    return target_values(params, model, mesh, x, ids, is_target, rule, chunk=chunk)
+    given = ids, support
+    return target_values(params, model, mesh, x, given, is_target, rule, chunk=chunk)
 
 
 def target_values(

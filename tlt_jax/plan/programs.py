@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from tlt_jax.config import Config
+from tlt_jax.config import Config, validate
 from tlt_jax.config.schema import ADAPTIVE, SELF
 from tlt_jax.data import packing, prompt_format
 from tlt_jax.drafter import recipe as drafter_recipe, update as drafter_update
@@ -134,7 +134,8 @@ def lower_rollout(
     config: Config, recipe: Recipe, engine: Engine, holds: dict[str, int]
 ) -> Iterator[PlannedProgram]:
     """The largest program of each kind in a rollout, and the drafting chunk of each strategy."""
-    params = DecodingParams(Sampling.of(config.rollout), tuple(recipe.model.eos_ids), engine.stops)
+    eos_ids, ids = tuple(recipe.model.eos_ids), validate.kept(config)
+    params = DecodingParams(Sampling.of(config.rollout), eos_ids, engine.stops, ids)
     sizes = config.data.max_prompt_tokens, config.rollout.prompts, cache_slots(config)
     window = 0
     if config.speculation.drafter == ADAPTIVE:

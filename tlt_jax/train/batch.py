@@ -238,11 +238,12 @@ def abstract_rows(
     given: Sequence[str] = (),
     record: tuple[int, np.dtype] | None = None,
     top_k: int = 0,
+    kept: int = 0,
 ) -> PackedRows:
     """ShapeDtypeStructs with shardings of the rows of an accumulation step, for compilation.
 
     `given`: names of the log-probs that are not None. `record`: moe.record_shape of experts that are replayed. `top_k`: of
-    the teacher.
+    the teacher; `kept`: ids of a support.
     """
 
     def array(dtype: jax.typing.DTypeLike, *width: int) -> jax.ShapeDtypeStruct:
@@ -254,7 +255,14 @@ def abstract_rows(
     ids = array(jnp.int32, top_k) if top_k else None
     if top_k:
         floats["teacher_logprobs"] = array(wide, top_k)
-    return PackedRows(*integers, array(jnp.bool_), **floats, experts=experts, teacher_ids=ids)
+    return PackedRows(
+        *integers,
+        array(jnp.bool_),
+        **floats,
+        experts=experts,
+        teacher_ids=ids,
+        support=array(jnp.int32, kept) if kept else None,
+    )
 
 
 def abstract_rows_of(config: Config, recipe: Recipe) -> PackedRows:
@@ -269,7 +277,8 @@ def abstract_rows_of(config: Config, recipe: Recipe) -> PackedRows:
     is_replayed = validate.replays(config.algorithm, recipe.compute_dtype, recipe.model)
     record = moe.record_shape(recipe.model) if is_replayed else None
     sizes = packing.rows(config), packing.row_tokens(config)
-    return abstract_rows(recipe.mesh, *sizes, given, record, config.algorithm.teacher.top_k)
+    kept = validate.kept(config)
+    return abstract_rows(recipe.mesh, *sizes, given, record, config.algorithm.teacher.top_k, kept)
 
 
 def scored_policies(config: Config, policy: Params, base: Params | None) -> list[Params]:
@@ -312,10 +321,13 @@ def example(prompts: Sequence[Prompt], answer: Completion) -> Example:
     So values that are not finite reach no other example of its row, as 0 times them would.
     """
     prompt, tokens, record = prompts[answer.prompt].tokens, answer.tokens, answer.record
+    support = answer.support
     if answer.finish == NONFINITE:
         prompt, tokens = np.zeros_like(prompt), np.zeros_like(tokens)
         record = None if record is None else np.full_like(record, np.iinfo(record.dtype).max)
-    return Example(answer.uid, prompt, tokens, record, answer.own if answer.replies else None)
+        support = None if support is None else np.full_like(support, -1)
+    own = answer.own if answer.replies else None
+    return Example(answer.uid, prompt, tokens, record, own, support)
 
 
 def is_finite(answers: Sequence[Completion]) -> np.ndarray:

@@ -194,7 +194,7 @@ def answer_loss(
     """`loss` from the last hidden states, without what is of the routers."""
     if recipe.is_supervised or not losses.needs_answers(recipe.algorithm):
         return head_loss(params, x, rows, None, recipe)
-    logprobs = head_logprobs(*jax.lax.stop_gradient((params, x)), rows.targets, rows.mask, recipe)
+    logprobs = head_logprobs(*jax.lax.stop_gradient((params, x)), rows, rows.mask, recipe)
     whole = losses.slope(recipe.algorithm, with_logprobs(rows, logprobs, recipe.algorithm))
     rest, (sums, maxima) = head_loss(params, x, rows, whole.grads, recipe)
     totals, peaks = whole.metrics
@@ -234,7 +234,7 @@ def group_loss(
     (rows, grads), algorithm = given, recipe.algorithm
     mask = rows.mask
     logprobs, entropy = targets.score(
-        logits, rows.targets, recipe.temperature, algorithm.entropy_coef != 0
+        logits, rows.targets, recipe.temperature, algorithm.entropy_coef != 0, rows.support
     )
     logprobs, entropy = jnp.where(mask, logprobs, 0), jnp.where(mask, entropy, 0)
 
@@ -279,13 +279,7 @@ def teacher_kl(
     recipe: Recipe,
 ) -> Float[Array, "G t"]:
     """KL(policy, teacher) over the K tokens that the teacher finds most likely, and all others as one; it has a gradient."""
-    logp = targets.log_softmax(logits, recipe.temperature)
-    vocab = jax.lax.broadcasted_iota(ids.dtype, logp.shape, logp.ndim - 1)
-    chosen = [  # V may be sharded, so nothing is gathered along it
-        jnp.sum(jnp.where(vocab == ids[..., k, None], logp, 0), axis=-1)
-        for k in range(ids.shape[-1])
-    ]
-    policy = jnp.stack(chosen, axis=-1)
+    policy = jnp.take_along_axis(targets.log_softmax(logits, recipe.temperature), ids, axis=-1)
 
     def rest(logprobs: Array) -> Array:
         """The log-probability of all other tokens; where rounding leaves none, that of one rounding."""
@@ -398,27 +392,28 @@ def measured(sums: Sums) -> dict[str, Array]:
 def score(params: Params, rows: PackedRows, recipe: Recipe) -> Float[Array, "R T"]:
     """Log-probability of each target, also of those that the loss leaves out; 0 elsewhere."""
     x, _ = states(params, rows, recipe)
-    scores = head_logprobs(params, x, rows.targets, rows.is_answer, recipe)
+    scores = head_logprobs(params, x, rows, rows.is_answer, recipe)
     return scores.astype(rows.weights.dtype)
 
 
 def head_logprobs(
     params: Params,
     x: Float[Array, "R T D"],
-    ids: Int[Array, "R T"],
+    rows: PackedRows,
     is_target: Bool[Array, "R T"],
     recipe: Recipe,
 ) -> Float[Array, "R T"]:
-    """Log-probability of the ids where `is_target`, 0 elsewhere, from the last hidden states."""
+    """Log-probability of the rows' targets where `is_target`, 0 elsewhere, from the last hidden states."""
     return targets.target_logprobs(
         params,
         recipe.model,
         recipe.mesh,
         x,
-        ids,
+        rows.targets,
         is_target,
         temperature=recipe.temperature,
         chunk=recipe.logits_chunk,
+        support=rows.support,
     )
 
 

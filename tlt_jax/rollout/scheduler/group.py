@@ -192,11 +192,13 @@ def emitted(rows: Sequence[int | None], report: Report) -> dict[int, Emitted]:
     counts, finish = report.counts.tolist(), report.finish.tolist()
     # Each round also adds the target's token.
     accepted = (report.counts - report.stats.row_rounds).tolist()
-    tokens, logprobs, record = report.tokens, report.logprobs, report.record
+    tokens, logprobs = report.tokens, report.logprobs
+    record, support = report.record, report.support
     return {
         uid: Emitted(
             uid, tokens[row, :count], logprobs[row, :count], finish[row], accepted[row],
             None if record is None else record[row, :count],
+            None if support is None else support[row, :count],
         )
         for row, (uid, count) in enumerate(zip(rows, counts, strict=True))
         if count and uid is not None
