@@ -17,6 +17,8 @@ from tlt_jax.rollout.recorder import Completion, Decision, Span
 from tlt_jax.spec_decode import strategy
 from tlt_jax.tuner.interface import Measurement
 
+CONTENT = "tokens", "logprobs", *exchange.OPTIONAL
+
 
 @pytest.fixture(scope="module")
 def result():
@@ -34,6 +36,7 @@ def result():
             one,
             record=random.integers(0, 9, (4 + len(one.tokens), 6), np.uint8),
             replies=((0, 1),) * (one.uid % 2),
+            support=random.integers(-1, 99, (len(one.tokens), 3), np.int32),
         )
         for one in found.completions
     ]
@@ -66,15 +69,13 @@ def same(one, other) -> bool:
 def test_packing_and_unpacking_a_result_preserves_it(result):
     found = exchange.unpacked(exchange.packed(result))
     zeros = [
-        replace(one, tokens=0 * one.tokens, logprobs=0 * one.logprobs, record=0 * one.record)
+        replace(one, **{name: 0 * getattr(one, name) for name in CONTENT})
         for one in result.completions
     ]
     for field in fields(result):
         expected = zeros if field.name == "completions" else getattr(result, field.name)
         assert same(expected, getattr(found, field.name)), field.name
-    absent = [
-        array for one in found.completions for array in (one.tokens, one.logprobs, one.record)
-    ]
+    absent = [getattr(one, name) for one in found.completions for name in CONTENT]
     assert not any(any(array.strides) for array in absent), "they take no memory"
 
 
@@ -124,12 +125,7 @@ def test_a_process_gets_the_answers_that_it_wants_and_the_lengths_of_all(result,
         }
         for ours, whole in zip(found[p].completions, result.completions, strict=True):
             if whole.uid not in uids:
-                whole = replace(
-                    whole,
-                    tokens=0 * whole.tokens,
-                    logprobs=0 * whole.logprobs,
-                    record=0 * whole.record,
-                )
+                whole = replace(whole, **{name: 0 * getattr(whole, name) for name in CONTENT})
             assert same(ours, whole)
     bytes_of_all = sum(map(exchange.size_of, result.completions))
     if kind == "nothing":

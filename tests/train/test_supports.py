@@ -13,6 +13,7 @@ import pytest
 import test_sequence_losses as answers
 from jobs import Job
 from objectives import algorithm
+from test_environment_runs import TALK
 from test_policy_update import assert_same, recipe_of
 from training_runs import assert_close, completions, events
 
@@ -113,6 +114,14 @@ def test_drafts_change_neither_answers_nor_supports(configure, kept, tmp_path):
     assert max(value for _, value in events(drafted)["speculation/accept_length"]) > 1
 
 
+def test_replies_have_no_support(configure, tmp_path):
+    config = configure(tmp_path / "run", TALK | KEPT)
+    assert loop.train(config) == cli.DONE
+    assert max(value for _, value in events(config)["actor/rollout_logprob_diff_max"]) < 1e-5
+    assert max(value for _, value in events(config)["reward/terms/environment/turns"]) > 1
+
+
+@pytest.mark.matrix  # the exchange of supports is tested in rollout/test_exchange.py
 def test_two_processes_are_one(configure, kept, tmp_path):
     knobs = KEPT | {"mesh.fake_devices": 2}
     two = configure(tmp_path / "two", knobs)

@@ -18,7 +18,7 @@ from tlt_jax import cli
 from tlt_jax.config.schema import Teacher
 from tlt_jax.data import prompt_format
 from tlt_jax.distributed.mesh import make_mesh
-from tlt_jax.errors import ConfigError, ModelError
+from tlt_jax.errors import ConfigError, DataError, ModelError
 from tlt_jax.models import architecture, hf, hf_config
 from tlt_jax.train import batch as batches, loop, policy_update, teacher as teachers
 
@@ -171,6 +171,11 @@ def test_teachers_that_cannot_teach_are_refused_by_name(configure, tmp_path, mod
         )
     config = configure(tmp_path / "run", {"algorithm.teacher.path": str(other)})
     with pytest.raises(ModelError, match="has another vocabulary than the policy"):
+        loop.train(config)
+    config = configure(
+        tmp_path / "run", {"algorithm.teacher.path": "self", "algorithm.teacher.hint": "why"}
+    )
+    with pytest.raises(DataError, match="no column 'why', which algorithm.teacher.hint names"):
         loop.train(config)
     for change, said in (
         ({"algorithm.teacher.top_k": 4}, "top_k 4 without algorithm.teacher.path has no effect"),

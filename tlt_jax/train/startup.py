@@ -40,6 +40,7 @@ from tlt_jax.train import (
     policy_update,
     setup as setups,
     sft,
+    teacher,
 )
 from tlt_jax.train.adaptive import DrafterLearning
 from tlt_jax.train.policy_update import Recipe, UpdatePrograms
@@ -89,6 +90,7 @@ def load(config: Config, job: Job) -> Setup:
         check_trackers(config)
     tokenizer = prompt_format.tokenizer_of(config)
     dataset = datasets.load(config, tokenizer)
+    teacher.check(config, dataset)
     if job.is_first:
         print(dataset.describe(), flush=True)
     job.agree(  # what all processes of a run must have in common: every knob, the code, the data

@@ -18,10 +18,11 @@ from jaxtyping import Array, Float, Int
 from tlt_jax.config import Config, parse
 from tlt_jax.config.schema import SELF
 from tlt_jax.data import packing, prompt_format
+from tlt_jax.data.dataset import Dataset
 from tlt_jax.data.packing import PackedRows, Spans
 from tlt_jax.data.prompt_format import Encoder, Prompt
 from tlt_jax.distributed.mesh import is_cpu, put, sharding
-from tlt_jax.errors import ModelError
+from tlt_jax.errors import DataError, ModelError
 from tlt_jax.models import hf, hf_config, shelf, targets
 from tlt_jax.models.architecture import Params
 from tlt_jax.rollout.recorder import Completion
@@ -168,13 +169,22 @@ def recipe_of(config: Config, recipe: Recipe) -> Recipe | None:
     )  # fmt: skip
 
 
-def load(config: Config, recipe: Recipe, encoder: Encoder) -> Teacher | None:
-    """The teacher of a run whose policy has this recipe. Raises ModelError for one with another vocabulary."""
-    found = recipe_of(config, recipe)
-    if found is None or config.algorithm.teacher.path == SELF:
-        return found and Teacher(config, found, encoder, None)
-    directory = hf.resolve(parse.expand(config.algorithm.teacher.path, "algorithm.teacher.path"))
-    ours, theirs = encoder.tokenizer, prompt_format.find_tokenizer(directory)
+def check(config: Config, dataset: Dataset) -> None:
+    """Raises ModelError for a teacher with another vocabulary, and DataError for rows that lack its hint."""
+    knobs, ours = config.algorithm.teacher, dataset.encoder.tokenizer
+    rows = dataset.train if dataset.task is None else dataset.prompts(0)
+    if lacking := [one for one in rows if knobs.hint and one.row.get(knobs.hint) is None]:
+        raise DataError(
+            f"row {lacking[0].id} has no column {knobs.hint!r}, which algorithm.teacher.hint names: its columns are "
+            f"{', '.join(lacking[0].row)}"
+        )
+    if not knobs.path or knobs.path == SELF:
+        return
+    directory = hf.resolve(parse.expand(knobs.path, "algorithm.teacher.path"))
+    theirs, size = (
+        prompt_format.find_tokenizer(directory),
+        hf_config.read_config(directory).vocab_size,
+    )
     if theirs is not None and shelf.vocabulary_digest(theirs) != shelf.vocabulary_digest(ours):
         known, other = ours.get_vocab(), theirs.get_vocab()
         token = min(set(known.items()) ^ set(other.items()), key=lambda one: (one[1], one[0]))
@@ -182,11 +192,19 @@ def load(config: Config, recipe: Recipe, encoder: Encoder) -> Teacher | None:
             f"algorithm.teacher.path {directory} has another vocabulary than the policy (token {token[1]} is not the same in "
             "both): its log-probs would be of other tokens: use a teacher with the policy's tokenizer"
         )
-    if found.model.vocab_size < len(ours):
+    if size < len(ours):
         raise ModelError(
-            f"algorithm.teacher.path {directory} has a vocabulary of {found.model.vocab_size} tokens, the policy's tokenizer "
-            f"{len(ours)}: use a teacher with the policy's tokenizer"
+            f"algorithm.teacher.path {directory} has a vocabulary of {size} tokens, the policy's tokenizer {len(ours)}: use a "
+            "teacher with the policy's tokenizer"
         )
+
+
+def load(config: Config, recipe: Recipe, encoder: Encoder) -> Teacher | None:
+    """The teacher of a run whose policy has this recipe; None without one."""
+    found = recipe_of(config, recipe)
+    if found is None or config.algorithm.teacher.path == SELF:
+        return found and Teacher(config, found, encoder, None)
+    directory = hf.resolve(parse.expand(config.algorithm.teacher.path, "algorithm.teacher.path"))
     params = hf.load(directory, found.model, found.mesh, found.compute_dtype)
     if not is_cpu(found.mesh):
         away = jax.tree.map(lambda leaf: leaf.with_memory_kind(HOST), resident(found))
