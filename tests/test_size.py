@@ -15,9 +15,9 @@ from tlt_jax.config.schema import Config
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
 MOST = {
-    "lines of the package": 43_750,
+    "lines of the package": 43_800,
     "modules of the package": 201,
-    "lines of tests": 39_220,
+    "lines of tests": 39_280,
     "lines of benchmarks": 2_970,
     "words of pages": 31_820,
     "knobs": 121,

@@ -8,19 +8,34 @@ from typing import Protocol
 import numpy as np
 
 from tlt_jax.rollout.recorder import Emitted, Poll
-from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.rollout.request import RolloutRequest, block_size
 from tlt_jax.spec_decode.decode_state import RUNNING, TURN
 
 APPEND_FROM = 256  # tokens of a sequence; fewer are prefilled in about the time of a round
 MORE = 4  # times as many tokens as the reply has
+# Tokens of the narrowest program, and most of one: their attention to the whole cache is computed at once.
+FIRST, MOST = 16, 1024
 
 
 def reply_width(tokens: int) -> int:
     """Tokens of the program that appends a reply: a power of 4 from 16."""
-    width = 16
+    width = FIRST
     while width < tokens:
         width *= 4
     return width
+
+
+def append_size(replies: int, width: int) -> int:
+    """Rows of the next program that appends replies of this width."""
+    return block_size(replies, width, MOST)
+
+
+def largest_append(capacity: int, slots: int) -> tuple[int, int] | None:
+    """Rows and width of the largest of these programs in a cache of this size; None: it has room for none."""
+    width = reply_width(MOST)
+    while width >= FIRST and max(APPEND_FROM, MORE * width) + width > slots:
+        width //= 4
+    return (append_size(capacity, width), width) if width >= FIRST else None
 
 
 class Partner(Protocol):
@@ -97,11 +112,9 @@ class Dialogue:
 
         A program of its own is worth compiling where it computes a few tokens instead of many.
         """
-        before, width = (
-            len(self.text(uid)) - len(self.reply(uid)),
-            reply_width(len(self.reply(uid))),
-        )
-        fits = before + width <= slots
+        before, reply = len(self.text(uid)) - len(self.reply(uid)), len(self.reply(uid))
+        width = reply_width(reply)
+        fits = before + width <= slots and reply <= MOST
         return self.can_append and fits and before >= max(APPEND_FROM, MORE * width)
 
     def limit_of(self, uid: int) -> int:
