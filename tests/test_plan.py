@@ -206,7 +206,7 @@ def test_answers_of_several_turns_plan_whole_conversations_and_the_widest_reply(
     programs = {one.name: one.lower.args[0] for one in lowered if not one.lower.keywords}
     slots = memory.cache_slots(settings)
     assert slots == 512 and programs["prefill"] == Prefill(0, 4, slots)
-    assert programs["append"] == Append(StateShape(0, engine.capacity, slots), 4, 64)
+    assert programs["append"] == Append(StateShape(0, engine.capacity, slots), 4, 256)
     memory_of = engine.programs.lower(programs["append"]).compile().memory_analysis()
     assert memory_of.alias_size_in_bytes > 0, "the state is donated"
     plain = plan_of(*long)

@@ -18,8 +18,8 @@ MOST = {
     "lines of the package": 43_800,
     "modules of the package": 201,
     "lines of tests": 39_280,
-    "lines of benchmarks": 2_970,
-    "words of pages": 31_820,
+    "lines of benchmarks": 3_090,
+    "words of pages": 31_870,
     "knobs": 121,
 }
 

@@ -11,8 +11,10 @@ from tlt_jax.rollout.recorder import Emitted, Poll
 from tlt_jax.rollout.request import RolloutRequest, block_size
 from tlt_jax.spec_decode.decode_state import RUNNING, TURN
 
-APPEND_FROM = 256  # tokens of a sequence; fewer are prefilled in about the time of a round
-MORE = 4  # times as many tokens as the reply has
+# Fewest tokens of a sequence before its reply, and how many times as many as the reply's program has. Computing these again
+# takes 2 to 39 times as long as appending, and the program takes as long to compile as a prefill with its admission
+# (benchmarks/results/replies.csv): of SmolLM2-135M, 10 replies to 180 tokens pay for it on two cores.
+APPEND_FROM, MORE = 128, 1
 # Tokens of the narrowest program, and most of one: their attention to the whole cache is computed at once.
 FIRST, MOST = 16, 1024
 
@@ -110,7 +112,7 @@ class Dialogue:
     def appends(self, uid: int, slots: int) -> bool:
         """Whether the last reply is appended alone, in a cache of up to so many slots, where the sequence has its row.
 
-        A program of its own is worth compiling where it computes a few tokens instead of many.
+        Short conversations are prefilled: of a small policy, too few replies pay for a program.
         """
         before, reply = len(self.text(uid)) - len(self.reply(uid)), len(self.reply(uid))
         width = reply_width(reply)
