@@ -26,7 +26,14 @@ from tlt_jax.plan import __main__ as command, programs as planned_programs, repo
 from tlt_jax.plan.launches import collectives
 from tlt_jax.rollout import ngram_memory
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.executables.programs import Admit, CatchUp, Decode, Prefill, StateShape
+from tlt_jax.rollout.executables.programs import (
+    Admit,
+    Append,
+    CatchUp,
+    Decode,
+    Prefill,
+    StateShape,
+)
 from tlt_jax.rollout.request import admission_size
 from tlt_jax.spec_decode import tree_drafter
 from tlt_jax.spec_decode.interface import DecodingParams
@@ -190,6 +197,20 @@ def test_a_reference_policy_and_longer_evaluations_are_counted_and_their_program
     names = [program.name for program in planned_programs.lower(settings, recipe, engine, kinds)]
     assert "log-probs" in names
     assert "log-probs" not in [one.name for one in planned_programs.lower(*plain, without)]
+
+
+def test_answers_of_several_turns_plan_whole_conversations_and_the_widest_reply():
+    long = "--rollout.max_new_tokens", "470"
+    settings, recipe, engine = plan_of(*long, "--environment.path", "module:World")
+    lowered = planned_programs.lower(settings, recipe, engine, budget(settings, recipe, engine))
+    programs = {one.name: one.lower.args[0] for one in lowered if not one.lower.keywords}
+    slots = memory.cache_slots(settings)
+    assert slots == 512 and programs["prefill"] == Prefill(0, 4, slots)
+    assert programs["append"] == Append(StateShape(0, engine.capacity, slots), 4, 256)
+    memory_of = engine.programs.lower(programs["append"]).compile().memory_analysis()
+    assert memory_of.alias_size_in_bytes > 0, "the state is donated"
+    plain = plan_of(*long)
+    assert "append" not in [one.name for one in planned_programs.lower(*plain, budget(*plain))]
 
 
 def test_a_drafter_has_its_own_lines_worked_by_hand():

@@ -15,10 +15,10 @@ from tlt_jax.config.schema import Config
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
 MOST = {
-    "lines of the package": 45_500,
+    "lines of the package": 45_600,
     "modules of the package": 203,
-    "lines of tests": 40_700,
-    "lines of benchmarks": 2_970,
+    "lines of tests": 40_850,
+    "lines of benchmarks": 3_090,
     "words of pages": 33_700,
     "knobs": 132,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -231,6 +232,20 @@ def check_harvest(replays, drafter):
         assert window.answer == sum(own[uid])
     for uid, chosen in own.items():
         assert {*learned[uid]} == {*np.flatnonzero(chosen)}, "all of its turns, and nothing else"
+
+
+@pytest.mark.parametrize("slots", [60, 330, 600, 1500, 9000])
+def test_the_largest_program_that_appends_a_reply_is_the_widest_that_any_reply_needs(slots):
+    request, widths = SimpleNamespace(prompts=[np.zeros(1)], samples=1), {0}
+    talk = dialogue.Dialogue(request, None, can_append=True)
+    for tokens in range(15, slots, 7):
+        for reply in (1, 16, 17, 64, 65, 256, 257, 1024, 1025, 4096):
+            talk.parts[0] = [np.zeros(tokens), np.zeros(reply)]
+            if talk.appends(0, slots):
+                widths.add(dialogue.reply_width(reply))
+                assert tokens + 1 + dialogue.reply_width(reply) <= slots
+    rows, width = dialogue.largest_append(99, slots) or (1, 0)
+    assert width == max(widths) and rows * width <= dialogue.MOST
 
 
 def kind_of(event) -> str:

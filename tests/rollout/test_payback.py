@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,12 +12,13 @@ from pairwise import marked
 from scenarios import Scenario, ScenarioCosts, in_scenario
 
 from tlt_jax.config.schema import Speculation
-from tlt_jax.rollout.executables.programs import Decode
+from tlt_jax.rollout.executables.programs import Append, Decode, Resize, StateShape
 from tlt_jax.rollout.scheduler import driver
 from tlt_jax.rollout.scheduler.payback import CAUTION, LEAST, SOON, Payback
-from tlt_jax.rollout.scheduler.planner import Planner
+from tlt_jax.rollout.scheduler.planner import GroupCandidates, Planner
 from tlt_jax.rollout.scheduler.state import GroupView
 from tlt_jax.simulate import simulator
+from tlt_jax.spec_decode.interface import DecodingParams
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner import baselines, cost_model, goodput
 from tlt_jax.tuner.interface import Cell
@@ -244,6 +246,26 @@ def test_no_chunk_waits_for_fewer_rows_than_are_live():
         decision = planner.decide(view, Some(kept))
         assert decision.batch == min(cell.batch for cell in kept if cell.batch >= 3)
         assert decision.min_live == 3, "with 2 live the rows fit a smaller compiled batch"
+
+
+def test_rows_get_a_reply_where_appending_it_is_compiled_or_else_where_their_chunk_is():
+    sizes = [StateShape(0, batch, 1024) for batch in (8, 16)]
+    compiled = {Decode(one, 16) for one in sizes} | {Resize(sizes[1], 8, 1024)}
+    programs = SimpleNamespace(version=0, compile_cost=lambda one: float(one not in compiled))
+    request = SimpleNamespace(rounds=16, params=DecodingParams())
+    context = SimpleNamespace(index=0, programs=programs, request=request)
+    planner, seen = Planner(BATCHES, SLOTS, baselines.fixed(PLAIN)), (3, 64, 664, 64, 16, 16, 1024)
+
+    def batch(*replies):
+        programs.version += 1
+        view = GroupView(0, 0, *seen, replies=replies)
+        return planner.decide(view, GroupCandidates(context, view)).batch
+
+    assert batch() == batch((1, 16)) == 8, "only the chunks are compiled"
+    compiled.add(Append(sizes[1], 1, 16))
+    assert batch() == batch((1, 64)) == 8 and batch((1, 16)) == 16
+    compiled.add(Append(sizes[0], 1, 16))
+    assert batch((1, 16)) == batch((1, 16), (4, 16)) == 8
 
 
 class Some:

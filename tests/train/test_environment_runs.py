@@ -23,7 +23,7 @@ from tlt_jax.data.files import ID
 from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.environments import Reply
 from tlt_jax.errors import ConfigError, EnvironmentsError
-from tlt_jax.train import loop
+from tlt_jax.train import loop, startup
 from tlt_jax.train.environment import Play
 
 TALK = {
@@ -125,7 +125,8 @@ def test_an_environment_that_fails_ends_its_answer_and_the_run_goes_on(
     assert f"the environment failed: {reason}" in said.out + said.err
 
 
-def test_rows_may_begin_with_what_the_environment_says(configure, tmp_path):
+def test_rows_may_begin_with_what_the_environment_says(configure, tmp_path, monkeypatch):
+    monkeypatch.setattr(startup, "compiles_early", lambda engine: True)  # also without prompts
     knobs = TALK | {
         "data.task": "environment", "data.task_args": {}, "environment.path": "tlt_jax.environments.games:GuessNumber",
         "environment.turn_tokens": 4, "train.steps": 2, "eval.every": 2, "sft.steps": 0, "rollout.stop": [],

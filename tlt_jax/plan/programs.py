@@ -18,9 +18,11 @@ from tlt_jax.models import from_config, hf_config
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.drafter import DrafterConfig
 from tlt_jax.plan.report import PlannedProgram
+from tlt_jax.rollout.dialogue import largest_append
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import (
     Admit,
+    Append,
     CatchUp,
     Decode,
     Harvest,
@@ -32,7 +34,13 @@ from tlt_jax.rollout.request import block_size, bucket_width
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
-from tlt_jax.train import adaptive, batch as batches, policy_update, teacher as teachers
+from tlt_jax.train import (
+    adaptive,
+    batch as batches,
+    environment,
+    policy_update,
+    teacher as teachers,
+)
 from tlt_jax.train.memory import RESIDENT, ROLLOUT, cache_slots, caches, device_bytes, pick
 from tlt_jax.train.policy_update import Recipe
 from tlt_jax.tuner import make
@@ -113,7 +121,7 @@ def lower_idle_training(
 ) -> Iterator[PlannedProgram]:
     """The programs of idle training: the copies, the largest micro-step of data group 0, and the merge.
 
-    Other groups decode during a micro-step; the group that trains has freed its decoding state.
+    Other groups decode during a micro-step; the group that trains has freed its decoding state, unless it waits for replies.
     """
     training = drafter_recipe.idle_recipe(config, recipe.model, engine.drafter, recipe.mesh)
     spread, merge = drafter_update.merge_programs(training)
@@ -122,7 +130,8 @@ def lower_idle_training(
     lowering = partial(spread.lower, drafter_recipe.abstract_state(training))
     yield PlannedProgram("drafter copies", lowering, recipe.mesh, held)
     piece = MicroStep(0, MOST_TOKENS, training)
-    resident = held | pick(kinds, "rollout copy", "drafter copy")
+    names = ROLLOUT if environment.are_used(config) else ("rollout copy", "drafter copy")
+    resident = held | pick(kinds, *names)
     lowering = partial(engine.programs.lower, piece)
     yield PlannedProgram("drafter micro-step", lowering, engine.groups[0], resident)
     tokens = jax.ShapeDtypeStruct((recipe.mesh.shape["data"],), jnp.float32)
@@ -136,12 +145,14 @@ def lower_rollout(
     """The largest program of each kind in a rollout, and the drafting chunk of each strategy."""
     eos_ids, ids = tuple(recipe.model.eos_ids), validate.kept(config)
     params = DecodingParams(Sampling.of(config.rollout), eos_ids, engine.stops, ids)
-    sizes = config.data.max_prompt_tokens, config.rollout.prompts, cache_slots(config)
-    window = 0
+    window, slots, goes_on = 0, cache_slots(config), environment.are_used(config)
+    sizes = config.data.max_prompt_tokens, config.rollout.prompts, slots
+    if goes_on:  # whole conversations are prefilled
+        sizes = slots, engine.capacity, slots
     if config.speculation.drafter == ADAPTIVE:
         training = drafter_recipe.idle_recipe(config, recipe.model, engine.drafter, recipe.mesh)
         window = adaptive.replay_config(config, training).width
-    for name, program in largest_programs(engine, params, *sizes, window).items():
+    for name, program in largest_programs(engine, params, *sizes, window, goes_on).items():
         now = holds
         if isinstance(program, Decode | CatchUp) and program.state.batch != engine.capacity:
             now = holds | caches(config, engine.programs.shapes[0], program.state.batch)
@@ -159,10 +170,12 @@ def largest_programs(
     prompts: int,
     slots: int,
     window: int = 0,
+    goes_on: bool = False,
 ) -> dict[str, Program]:
     """The largest program of each kind of data group 0, by name: prefill, admission, chunks, catching up.
 
-    With a `window` also the harvest of windows of this width. Each strategy has its chunk with the largest batch that the
+    With a `window` also the harvest of windows of this width; where answers go on after replies, `goes_on`, also the program
+    that appends these. Each strategy has its chunk with the largest batch that the
     tuner may use it for.
     """
     width, rounds = bucket_width(prompt_tokens), engine.config.rollout.chunk
@@ -185,6 +198,9 @@ def largest_programs(
             shape = StateShape(0, largest[arm], slots)
             title = f"rollout chunk {strategies.name(arm)} of {largest[arm]}"
             found[title] = Decode(shape, rounds, arm, params)
+    append = largest_append(engine.capacity, slots)
+    if goes_on and append and engine.programs.shapes[0].target.append:
+        found["append"] = Append(state, *append)
     if window:
         found["harvest"] = Harvest(state, block_size(engine.capacity, window), window)
     return found

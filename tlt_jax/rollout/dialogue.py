@@ -8,19 +8,36 @@ from typing import Protocol
 import numpy as np
 
 from tlt_jax.rollout.recorder import Emitted, Poll
-from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.rollout.request import RolloutRequest, block_size
 from tlt_jax.spec_decode.decode_state import RUNNING, STOPPED, TRUNCATED, TURN
 
-APPEND_FROM = 256  # tokens of a sequence; fewer are prefilled in about the time of a round
-MORE = 4  # times as many tokens as the reply has
+# Fewest tokens of a sequence before its reply, and how many times as many as the reply's program has. Computing these again
+# takes 2 to 39 times as long as appending, and the program takes as long to compile as a prefill with its admission
+# (benchmarks/results/replies.csv): of SmolLM2-135M, 10 replies to 180 tokens pay for it on two cores.
+APPEND_FROM, MORE = 128, 1
+# Tokens of the narrowest program, and most of one: their attention to the whole cache is computed at once.
+FIRST, MOST = 16, 1024
 
 
 def reply_width(tokens: int) -> int:
     """Tokens of the program that appends a reply: a power of 4 from 16."""
-    width = 16
+    width = FIRST
     while width < tokens:
         width *= 4
     return width
+
+
+def append_size(replies: int, width: int) -> int:
+    """Rows of the next program that appends replies of this width."""
+    return block_size(replies, width, MOST)
+
+
+def largest_append(capacity: int, slots: int) -> tuple[int, int] | None:
+    """Rows and width of the largest of these programs in a cache of this size; None: it has room for none."""
+    width = reply_width(MOST)
+    while width >= FIRST and max(APPEND_FROM, MORE * width) + width > slots:
+        width //= 4
+    return (append_size(capacity, width), width) if width >= FIRST else None
 
 
 class Partner(Protocol):
@@ -105,13 +122,11 @@ class Dialogue:
     def appends(self, uid: int, slots: int) -> bool:
         """Whether the last reply is appended alone, in a cache of up to so many slots, where the sequence has its row.
 
-        A program of its own is worth compiling where it computes a few tokens instead of many.
+        Short conversations are prefilled: of a small policy, too few replies pay for a program.
         """
-        before, width = (
-            len(self.text(uid)) - len(self.reply(uid)),
-            reply_width(len(self.reply(uid))),
-        )
-        fits = before + width <= slots
+        before, reply = len(self.text(uid)) - len(self.reply(uid)), len(self.reply(uid))
+        width = reply_width(reply)
+        fits = before + width <= slots and reply <= MOST
         return self.can_append and fits and before >= max(APPEND_FROM, MORE * width)
 
     def limit_of(self, uid: int) -> int:

@@ -85,9 +85,9 @@ def bucket_width(tokens: int) -> int:
     return max(16, 1 << max(tokens - 2, 0).bit_length())
 
 
-def block_size(prompts: int, width: int) -> int:
-    """Prompts of the next prefill: the largest program that is more than half full."""
-    sizes = [size for size in PREFILL_PROMPTS if size * width <= PREFILL_TOKENS] or [1]
+def block_size(prompts: int, width: int, most: int = PREFILL_TOKENS) -> int:
+    """Prompts of the next prefill: the largest program of at most so many tokens that is more than half full."""
+    sizes = [size for size in PREFILL_PROMPTS if size * width <= most] or [1]
     return max(size for size in sizes if size < 2 * prompts)
 
 

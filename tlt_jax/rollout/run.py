@@ -278,9 +278,9 @@ def first_programs(engine: Engine, request: RolloutRequest, tuner: TunerState) -
     queue = WorkQueue(LocalBoard(), "first", *sizes)
     if engine.cost_table:
         queue = DealtQueue(index, len(engine.groups), *sizes)
-    context = GroupContext(
-        index, Nothing(), None, request, queue, make_planner(engine, request, tuner, payback), needs(engine)
-    )  # fmt: skip
+    may_go_on = bool(engine.config.environment.path or engine.config.environment.tools)
+    planner = make_planner(engine, request, tuner, payback, may_go_on)
+    context = GroupContext(index, Nothing(), None, request, queue, planner, needs(engine))
     state, _ = group.plan(context, GroupState())
     shape, strategy = group.shape_of(context, state), state.decision.strategy
     prefills = dict.fromkeys(Prefill(index, *joining.source.sizes) for joining in state.joining)

@@ -184,7 +184,8 @@ def begin_rollout(run: TrainingRun, state: RunState | None = None) -> None:
     if step < run.steps:
         position = None if state is None else state.position
         prompts = dynamic_sampling.window(run.config, run.dataset, step, position)
-        begin_compiling(engine, run.request(prompts, step), tuner)
+        if all(len(prompt.tokens) for prompt in prompts):  # else environments begin them
+            begin_compiling(engine, run.request(prompts, step), tuner)
 
 
 def total_steps(config: Config, dataset: Dataset) -> int:

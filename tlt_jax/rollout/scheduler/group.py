@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from tlt_jax.rollout.dialogue import reply_width
+from tlt_jax.rollout.dialogue import append_size, reply_width
 from tlt_jax.rollout.executables.programs import (
     Admit,
     Append,
@@ -257,6 +257,7 @@ def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
         slots=state.slots,
         waiting=not (state.is_exhausted or state.may_get_more),
         sources=tuple(sorted({source.sizes for source in sources})),
+        replies=tuple(sorted({sizes for _, sizes in append_blocks(context, state.appending)})),
         finished=state.finished,
     )
     candidates = GroupCandidates(context, view)
@@ -373,13 +374,27 @@ def move(context: GroupContext, state: GroupState, decision: Decision) -> GroupS
     )
 
 
+def append_blocks(
+    context: GroupContext, uids: Sequence[int]
+) -> list[tuple[list[int], tuple[int, int]]]:
+    """The sequences whose replies are appended together, with rows and width of the program, in order."""
+    by_width: dict[int, list[int]] = {}
+    for uid in uids:
+        width = reply_width(len(context.dialogue.reply(uid)))
+        by_width.setdefault(width, []).append(uid)
+    blocks = []
+    for width, alike in by_width.items():
+        while alike:
+            size = append_size(len(alike), width)
+            blocks.append((alike[:size], (size, width)))
+            alike = alike[size:]
+    return blocks
+
+
 def append(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:
     """Appends the next replies of one width to sequences that have their rows."""
     dialogue, places = context.dialogue, {one.uid: row for row, one in enumerate(state.rows) if one}
-    width = reply_width(len(dialogue.reply(state.appending[0])))
-    alike = [uid for uid in state.appending if reply_width(len(dialogue.reply(uid))) == width]
-    uids = alike[: block_size(len(alike), width)]
-    size = block_size(len(alike), width)
+    uids, (size, width) = append_blocks(context, state.appending)[0]
     rows, counts, limits = np.zeros((3, size), np.int32)
     tokens = np.zeros((size, width), np.int32)
     for at in range(size):

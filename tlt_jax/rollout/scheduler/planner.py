@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from tlt_jax.rollout.executables.programs import (
     Admit,
+    Append,
     CatchUp,
     Decode,
     Prefill,
@@ -91,6 +92,7 @@ class GroupCandidates:
                     cell.slots,
                 )
             )
+        programs += [Append(shape, *sizes) for sizes in view.replies]
         admit = partial(Admit, shape)
         return programs + [admit(Prefill(context.index, *sizes)) for sizes in view.sources]
 
@@ -250,8 +252,11 @@ class Planner:
         self.payback.add(where, tokens, measurement.seconds)
 
     def compiled(self, view: GroupView, candidates: GroupCandidates) -> list[Cell]:
-        """The cells whose programs are all compiled, given the group's current rows and slots."""
-        key = (view.group, view.batch, view.slots, view.sources, candidates.version)
+        """The cells whose programs are all compiled, given the group's current rows and slots.
+
+        Where replies can be appended in none of them, those in which only that has to be compiled.
+        """
+        key = (view.group, view.batch, view.slots, view.sources, view.replies, candidates.version)
         if key not in self.compiled_cells:
             self.compiled_cells = {
                 one: cells for one, cells in self.compiled_cells.items() if one[-1] == key[-1]
@@ -260,6 +265,9 @@ class Planner:
             self.compiled_cells[key] = [
                 cell for cell in chunks if not candidates.compile_cost(cell)
             ]
+        if view.replies and not self.compiled_cells[key]:
+            view = replace(view, replies=())
+            return self.compiled(view, replace(candidates, view=view))
         return self.compiled_cells[key]
 
     def chunks(self, group: int, candidates: GroupCandidates) -> list[Cell]:

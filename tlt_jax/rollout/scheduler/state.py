@@ -32,7 +32,8 @@ class GroupView:
 
     `tokens`: most tokens of a sequence at the start of the chunk; `limit`: most that any sequence may ever have; `widest`:
     slots of the widest joining prefill; `rounds`: of a chunk; `waiting`: whether samples wait; `sources`: prompts and width
-    of the prefills that sequences join from; `finished`: sequences that this group has finished.
+    of the prefills that sequences join from; `finished`: sequences that this group has finished; `replies`: rows and width
+    of the programs that append replies.
     """
 
     group: int
@@ -47,6 +48,7 @@ class GroupView:
     waiting: bool = False
     sources: tuple[tuple[int, int], ...] = ()
     finished: int = 0
+    replies: tuple[tuple[int, int], ...] = ()
 
     def need(self, strategy: Strategy, rounds: int = MOST_ROUNDS) -> int:
         """Cache slots that a chunk of this strategy with at most `rounds` rounds may fill."""
