@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import json
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -148,8 +148,9 @@ class Selecting:
         self.chooser = Chooser(selection, window, samples, in_waves)
         self.choice: KeptPrompts | None = None
         self.bound, self.cap = self.chooser.bound, self.chooser.cap
-        # Scores that are not sent: of how many answers that were begun here, by prompt; those that came, by sample too.
-        self.begun: Counter[int] = Counter()
+        # Scores that are not sent: the answers that were begun here, by prompt; those that came, by sample too. An answer of
+        # several turns joins again where its conversation is prefilled again.
+        self.begun: defaultdict[int, set[int]] = defaultdict(set)
         self.held: dict[int, dict[int, float]] = {}
         self.unscored = self.sent = 0  # finished answers without a score; messages
         self.polled_at, self.waited, self.waits_since = -math.inf, 0.0, math.nan
@@ -164,7 +165,8 @@ class Selecting:
         """Counts the answers that begin."""
         for event in poll.events:
             if isinstance(event, Decided):
-                self.begun.update(uid // self.samples for uid in event.decision.joining)
+                for uid in event.decision.joining:
+                    self.begun[uid // self.samples].add(uid)
 
     def finished(
         self, on_finish: Callable[[Completion], None] | None
@@ -206,7 +208,7 @@ class Selecting:
             self.held.setdefault(prompt, {})[sample] = score
         self.unscored -= len(new)
         for prompt in {uid // self.samples for uid in new}:
-            if len(self.held[prompt]) == self.begun[prompt]:
+            if len(self.held[prompt]) == len(self.begun[prompt]):
                 found[prompt] = self.held.pop(prompt)
                 del self.begun[prompt]
         return found
