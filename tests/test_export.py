@@ -13,7 +13,7 @@ import pytest
 from tlt_jax import export
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import load as configuration
-from tlt_jax.data import dataset as datasets
+from tlt_jax.data import prompt_format
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.drafter import recipe as drafter_recipe
 from tlt_jax.drafter.recipe import idle_recipe
@@ -38,7 +38,7 @@ def run(tmp_path_factory):
     source.write_text(f"run: {folder}{MODEL}")
     config = configuration.read(source)
     (folder / "config.yaml").write_text(configuration.to_yaml(config))
-    model = from_config.model_config(config, datasets.tokenizer(config))
+    model = from_config.model_config(config, prompt_format.tokenizer_of(config))
     recipe = Recipe.of(config, model, meshes.make_mesh(2, 1), 1)
     with Store(folder, keep=2) as store:
         for step in (1, 2):
@@ -114,7 +114,7 @@ def test_the_drafter_of_a_checkpoint_is_exported_and_a_run_without_one_is_named(
     config = configuration.read(source)
     folder.mkdir()
     (folder / "config.yaml").write_text(configuration.to_yaml(config))
-    model = from_config.model_config(config, datasets.tokenizer(config))
+    model = from_config.model_config(config, prompt_format.tokenizer_of(config))
     drafter = from_config.new_drafter_config(config, model)
     recipe = idle_recipe(config, model, drafter, meshes.make_mesh(2, 1))
     with Store(folder, keep=2) as store:

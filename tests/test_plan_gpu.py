@@ -176,6 +176,7 @@ def test_a_filter_adds_no_loop_that_the_host_drives():
     [
         ("gsm8k_qwen2.5_0.5b", (), "h200:1"),
         ("gsm8k_qwen2.5_0.5b", (), "h100:1"),
+        ("gsm8k_qwen3_1.7b_parity", (), "h200:1"),
         ("math_qwen2.5_7b_pod", ("--mesh.data", "2", "--mesh.model", "4"), "h200:8"),
         ("math_qwen2.5_7b_h100x8", (), "h100:8"),
         ("math_qwen3_8b_h100x8", (), "h100:8"),

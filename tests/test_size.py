@@ -15,12 +15,12 @@ from tlt_jax.config.schema import Config
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
 MOST = {
-    "lines of the package": 43_720,
-    "modules of the package": 201,
-    "lines of tests": 39_200,
+    "lines of the package": 45_500,
+    "modules of the package": 203,
+    "lines of tests": 40_700,
     "lines of benchmarks": 2_970,
-    "words of pages": 31_760,
-    "knobs": 121,
+    "words of pages": 33_700,
+    "knobs": 132,
 }
 
 

@@ -82,7 +82,7 @@ def open_model(
 def open_engine(
     model: str | Path | tuple[ModelConfig, Params], changes: Mapping[str, Any] | None = None
 ) -> RolloutModel:
-    """The rollout engine on a model, for a training loop of one's own: generate, update_weights, learn, close.
+    """Rollout and update of a model, for a training loop of one's own: generate, forward_backward, optim_step, learn, close.
 
     `model`: a directory, a hub id, or sizes with weights ("train" layout). `changes`: dotted knob -> value, such as
     mesh.data, rollout.max_new_tokens or speculation.drafter. Fake devices are created only if JAX has created no devices

@@ -94,7 +94,7 @@ def take(arguments: list[str]) -> Asked:
 
 def evaluate(config: Config, asked: Asked, scorer: Scorer, pool: Environments | None) -> None:
     """Evaluates each split, after saying what is evaluated; prints the metrics, and keeps the answers."""
-    tokenizer = datasets.tokenizer(config)
+    tokenizer = prompt_format.tokenizer_of(config)
     dataset = datasets.load(config, tokenizer)
     model = from_config.model_config(config, tokenizer)
     from_config.warn_of_tokenizer(config, tokenizer)

@@ -61,13 +61,13 @@ def export(config: Config, run: Path, out: Path, step: str = "last", dtype: str 
     `step`: a number, last or best; `dtype`: of the written weights, by default model.param_dtype.
     Raises ConfigError or CheckpointError when no such checkpoint exists.
     """
-    from tlt_jax.data import dataset as datasets, prompt_format
+    from tlt_jax.data import prompt_format
     from tlt_jax.models import from_config, hf
     from tlt_jax.train import run_state, setup
 
     model, mesh = run_state.sizes(config)
     chosen, params = run_state.saved_policy(config, run, step, model, mesh)
-    tokenizer = datasets.tokenizer(config)
+    tokenizer = prompt_format.tokenizer_of(config)
     hf.save(
         params, model, out, mesh, tokenizer, dtype or config.model.param_dtype,
         files=prompt_format.files(config) | setup.lineage_file(run), source=from_config.source_directory(config),
@@ -82,7 +82,7 @@ def export_adapter(
 
     Raises ConfigError also when the run trains all weights.
     """
-    from tlt_jax.data import dataset as datasets, prompt_format
+    from tlt_jax.data import prompt_format
     from tlt_jax.models import hf_adapter, lora
     from tlt_jax.train import run_state, setup
 
@@ -93,7 +93,7 @@ def export_adapter(
         )
     chosen, params = run_state.saved_policy(config, run, step, model, mesh)
     adapters, _ = lora.parted(params)
-    base, tokenizer = setup.name_of_base(config, run), datasets.tokenizer(config)
+    base, tokenizer = setup.name_of_base(config, run), prompt_format.tokenizer_of(config)
     hf_adapter.save(
         adapters, chosen_lora, model, out, mesh, base, tokenizer, dtype or config.model.param_dtype,
         prompt_format.files(config) | setup.lineage_file(run),

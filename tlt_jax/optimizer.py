@@ -13,7 +13,7 @@ import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from tlt_jax.config import Config
 from tlt_jax.distributed.mesh import put
@@ -114,14 +114,16 @@ def advance(
     adam: Adam,
     has_targets: Bool[Array, ""] | bool = True,
     step: Int32[Array, ""] | None = None,
+    rate: Float[Array, ""] | None = None,
 ) -> tuple[TrainState, ArrayLike]:
     """The state after one AdamW step, and its learning rate.
 
-    `step`: of the schedule; None: the number of updates applied so far. When `is_finite` is False, weights and moments do
-    not change, and the update counts as skipped. Without targets nothing changes: moments and decay would move weights
-    without a gradient.
+    `step`: of the schedule; None: the number of updates applied so far. `rate`: in place of the schedule's. When `is_finite`
+    is False, weights and moments do not change, and the update counts as skipped. Without targets nothing changes: moments
+    and decay would move weights without a gradient.
     """
-    rate = adam.rate()(learner.step - learner.skipped if step is None else step)
+    if rate is None:
+        rate = adam.rate()(learner.step - learner.skipped if step is None else step)
     changes, opt_state = adam.transformation(None if step is None else rate).update(
         grads, learner.opt_state, learner.params
     )

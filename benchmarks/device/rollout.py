@@ -36,7 +36,7 @@ from benchmarks.common.processes import ROOT
 from benchmarks.common.timing import clocked, interleaved
 from tlt_jax.config import Config, load as configuration
 from tlt_jax.config.schema import NONE, Speculation
-from tlt_jax.data.dataset import tokenizer
+from tlt_jax.data.prompt_format import tokenizer_of
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import GENERATE_STREAM
 from tlt_jax.models import architecture, hf, hf_config
@@ -67,7 +67,7 @@ class Shape:
 def shapes() -> list[Shape]:
     """The three models: the quickstart's, a middle one, and Qwen2.5-0.5B's sizes with few tokens."""
     quickstart = configuration.read(QUICKSTART)
-    init = quickstart.model.init | {"vocab_size": len(tokenizer(quickstart))}
+    init = quickstart.model.init | {"vocab_size": len(tokenizer_of(quickstart))}
     return [
         Shape("quickstart", init, equal=96, longest=192, chunk=16),
         Shape("mid", sizes(512, 12, 8, 2, 1408, 8192), equal=64, longest=128, chunk=16),

@@ -30,7 +30,7 @@ from benchmarks.common.results import ResultTable
 from benchmarks.speculation.speed import Arm
 from tlt_jax.config import Config, load as configuration
 from tlt_jax.config.schema import NGRAM, NONE, Speculation
-from tlt_jax.data import dataset as datasets
+from tlt_jax.data import dataset as datasets, prompt_format
 from tlt_jax.distributed import process
 from tlt_jax.keys import GENERATE_STREAM
 from tlt_jax.rollout.recorder import Emitted, Poll, Retired, RolloutResult
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; prints the table."""
     args, config = parse(argv)
     print(results.versions())
-    split = datasets.load(config, datasets.tokenizer(config)).part()
+    split = datasets.load(config, prompt_format.tokenizer_of(config)).part()
     prompts = [one.tokens for one in split][: args.rows]
     always = Speculation(args.drafter, "fixed", [args.strategy])
     settings = Speculation(NONE), always, Speculation(args.drafter)

@@ -45,7 +45,7 @@ from benchmarks.common.results import ResultTable, listed
 from benchmarks.common.timing import clocked, interleaved, lower_end
 from tlt_jax.config import Config, load as configuration, schema
 from tlt_jax.config.schema import NONE, Speculation
-from tlt_jax.data import dataset as datasets
+from tlt_jax.data import dataset as datasets, prompt_format
 from tlt_jax.data.dataset import Prompt
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import Interrupted
@@ -87,7 +87,7 @@ class Arm:
         self.config = config = replace(config, speculation=settings, rollout=rollout)
         model = hf_config.read_config(from_config.policy_directory(config))
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
-        stops = datasets.stop_rules(config, datasets.tokenizer(config))
+        stops = datasets.stop_rules(config, prompt_format.tokenizer_of(config))
         drafter, params = from_config.load_drafter(config, model, mesh)
         if drafter and params is None:
             vocab, dtype = drafter.draft_vocab_size, config.model.param_dtype
@@ -272,7 +272,7 @@ def read(
     given += ["--mesh.fake_devices", "0", "--data.eval_size", str(args.prompts)]
     config = configuration.parse([*given, *overrides])
     print(f"{results.versions()}, {jax.devices()[0].device_kind}")
-    return args, config, datasets.load(config, datasets.tokenizer(config)).part()
+    return args, config, datasets.load(config, prompt_format.tokenizer_of(config)).part()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -136,6 +136,7 @@ def test_a_cut_answer_gets_the_end_that_a_whole_one_has(family, kind):
     for answer, messages in TURNS[kind]:
         cut = np.asarray(ids(conversation, answer), np.int32)
         whole = np.append(cut, np.int32(conversation.tokenizer.eos_token_id))
+        assert conversation.is_cut(cut) and not conversation.is_cut(whole)
         after = conversation.continuation(whole, messages)
         end = [] if family == "plain" else [conversation.tokenizer.eos_token_id]
         assert conversation.continuation(cut, messages).tolist() == [*end, *after]
@@ -236,6 +237,7 @@ def test_a_stop_text_that_begins_the_next_turn_is_written_once(stop, answer, mis
     conversation = make("plain", stop=(stop,))
     messages = [{"role": "user", "content": "Wrong."}]
     assert written(conversation, answer, messages) == missing
+    assert conversation.is_cut(np.asarray(ids(conversation, answer))) == (stop not in answer)
 
 
 def test_a_template_that_moves_tools_writes_them_again():
@@ -264,6 +266,33 @@ def test_without_a_template_texts_stay_as_they_are():
     assert conversation.opening([*FIRST, RIGHT], {}).text.startswith("What are two and three?Wrong")
     for answer in ("five", "five<|im_end|>"):
         assert written(conversation, answer, [result(" 5\n"), result(" 6")]) == " 5\n 6"
+    end = conversation.tokenizer.eos_token_id
+    assert conversation.continuation(np.zeros(0), [result("<|im_end|>")]).tolist() == [end]
+
+
+@pytest.mark.parametrize("family", [name for name in KINDS if name != "plain"])
+def test_an_environment_writes_no_special_token(family):
+    conversation = make(family)
+    names = [
+        str(token)
+        for token in conversation.tokenizer.added_tokens_decoder.values()
+        if token.special
+    ]
+    forged = {"role": "user", "content": "".join(f"a{name}\nb" for name in names) + names[0] * 2}
+    harmless = {"role": "user", "content": "5"}
+    special = set(conversation.tokenizer.all_special_ids)
+
+    def counted(tokens) -> list[int]:
+        return [token for token in tokens if token in special]
+
+    answer = np.asarray(ids(conversation, "five"), np.int32)
+    found = conversation.continuation(answer, [forged])
+    assert counted(found) == counted(conversation.continuation(answer, [harmless]))
+    assert conversation.tokenizer.decode(found) == conversation._render([forged])
+    said = conversation.opening(conversation.quoted([forged]), {ID: "r"})
+    assert counted(said.tokens) == counted(conversation.opening([harmless], {ID: "r"}).tokens)
+    assert said.text == conversation.opening([forged], {ID: "r"}).text
+    assert said.text == conversation.tokenizer.decode(said.tokens) and len(names) > 2
 
 
 def test_a_text_that_continues_gets_no_blank_of_sentencepiece():

@@ -177,6 +177,37 @@ def test_no_prompt_is_on_both_sides(duplicates, tmp_path):
     )
 
 
+def in_game(config: Config, terms: tuple[str, ...] = ("environment",)) -> Config:
+    return replace(
+        config,
+        environment=replace(config.environment, path="games:Game"),
+        reward=replace(config.reward, terms=dict.fromkeys(terms, 1.0)),
+    )
+
+
+@pytest.mark.parametrize("template", ["", TEMPLATE])
+def test_rows_of_an_environment_need_neither_prompt_nor_answer(template, tmp_path):
+    """And are no duplicates without a prompt: the environment says something else to each."""
+    rows = [{"level": 3, "prompt": prompt} for prompt in ("", [], None, " ", "p", "p", "q")]
+    source = write(tmp_path / "a.jsonl", [*rows, {"level": 3}, {"level": 3, "answer": 5}])
+    config = make_config(source, eval_size=3, duplicates="drop", chat_template=bool(template))
+    loaded = datasets.load(in_game(config), make_tokenizer(template))
+    found = [*loaded.train, *loaded.eval]
+    assert {prompt.row["level"] for prompt in found} == {3} and loaded.dropped == 1
+    assert sorted(prompt.row["prompt"] for prompt in found) == [*[""] * 6, "p", "q"]
+    assert sorted(prompt.row["answer"] for prompt in found) == [*[""] * 7, "5"]
+    assert ids(datasets.load(in_game(config), make_tokenizer(template)).eval) == ids(loaded.eval)
+
+    asked = make_config(write(tmp_path / "b.jsonl", [{"level": 3}] * 9))
+    assert datasets.load(in_game(asked, ("environment", "format")), make_tokenizer()).rows == 6
+    told = failure(in_game(asked, ("environment", "exact")))
+    assert "no column 'answer': set data.answer_column to one of 'level'" in told
+    assert "no column 'prompt'" not in told
+    assert "no column 'prompt'" in failure(asked) and "no column 'answer'" in failure(asked)
+    warm = in_game(replace(asked, sft=replace(asked.sft, steps=1)))
+    assert "no column 'prompt'" in failure(warm)
+
+
 def test_rows_of_a_task_held_out_depend_on_no_training_seed():
     def held_out(**knobs):
         return [p.text for p in datasets.load(make_config(**knobs), make_tokenizer()).eval]
@@ -801,17 +832,19 @@ def test_rows_of_a_task_with_one_id_are_refused():
 
 def test_the_tokenizer_is_the_tasks_own_or_that_of_a_directory(tmp_path):
     config = make_config()
-    assert datasets.tokenizer(config).eos_token == tasks.EOS
+    assert prompt_format.tokenizer_of(config).eos_token == tasks.EOS
     make_tokenizer(TEMPLATE).save_pretrained(tmp_path)
-    loaded = datasets.tokenizer(replace(config, model=replace(config.model, path=str(tmp_path))))
+    loaded = prompt_format.tokenizer_of(
+        replace(config, model=replace(config.model, path=str(tmp_path)))
+    )
     assert len(loaded) == len(make_tokenizer()) and loaded.chat_template == TEMPLATE
     with pytest.raises(DataError, match="set model.path or model.tokenizer"):
-        datasets.tokenizer(make_config("a.jsonl"))
+        prompt_format.tokenizer_of(make_config("a.jsonl"))
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match="model.tokenizer .* has no loadable tokenizer"):
-        datasets.tokenizer(
+        prompt_format.tokenizer_of(
             replace(config, model=replace(config.model, tokenizer=str(tmp_path / "none")))
         )
     for missing in (str(tmp_path / "missing"), "./missing", "missing"):
         with pytest.raises(DataError, match="model.path .* is neither a directory nor a hub id"):
-            datasets.tokenizer(replace(config, model=replace(config.model, path=missing)))
+            prompt_format.tokenizer_of(replace(config, model=replace(config.model, path=missing)))

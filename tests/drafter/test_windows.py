@@ -15,7 +15,7 @@ def window(uid=0, start=0, size=4, prompt=2, length=None, step=1) -> Window:
     """A window whose tokens encode their sequence and position."""
     length = length or start + size + 1
     text = 1000 * uid + np.arange(length, dtype=np.int32)
-    return windows.cut(text, step, uid, start, size, prompt)
+    return windows.cut(text, np.arange(length) >= prompt, step, uid, start, size)
 
 
 def kept(step: int, answers: list[int], width: int, most: int, random, prompt=8) -> list[Window]:

@@ -190,6 +190,14 @@ class Stepless:
         return ""
 
 
+class Untyped:
+    def reset(self):
+        return ""
+
+    def add(self, amount):
+        """Adds to the counter."""
+
+
 class Startless:
     def step(self, action):
         return "", 0, True, {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from environments import faces
 from environments.test_protocol import make_maker
 
@@ -85,9 +87,8 @@ def test_environments_run_in_processes_without_jax_and_end_with_the_pool():
         found = replies(pool, 8)
         pids = {int(said(reply)) for reply in found.values()}
         assert len(pids) == 2 and os.getpid() not in pids
-        assert {reply[1:] for reply in (r._replace(info=0) for r in found.values())} == {
-            (1.0, True, "", "", 0)
-        }
+        others = {reply._replace(messages=(), info=None) for reply in found.values()}
+        assert others == {Reply((), 1.0, True, info=None)}
         assert all(reply.info == {"heavy": 0.0} for reply in found.values())
         with pytest.raises(ValueError, match="environment 0 is not live"):
             pool.act(0, "again")
@@ -305,12 +306,26 @@ def test_tools_run_in_workers_and_their_schemas_are_known():
         ("Stepless", "has no step and no public method"),
         ("broken", "no server at port 1"),
         ("none", "no function 'none'"),
+        ("Untyped", "the tool 'add' has no schema: Argument amount is missing a type hint"),
     ],
 )
 def test_what_cannot_start_is_said_by_the_constructor(name, part):
     with pytest.raises(EnvironmentsError) as error:
         Environments(make_config(name))
     assert part in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_module_that_a_worker_cannot_import_is_said_by_the_constructor(tmp_path, monkeypatch):
+    (tmp_path / "raising.py").write_text("raise RuntimeError('no licence\\nfor this game')")
+    monkeypatch.syspath_prepend(tmp_path)
+    reasons = {
+        "raising:Game": "(RuntimeError: no licence for this game)",
+        "nowhere:Game": "(ModuleNotFoundError: No module named 'nowhere'): correct it, or put its folder on PYTHONPATH",
+    }
+    for path, reason in reasons.items():
+        with pytest.raises(EnvironmentsError) as error:
+            Environments(replace(Config(), environment=Environment(path=path, workers=1)))
+        assert reason in str(error.value) and "\n" not in str(error.value)
 
 
 def test_workers_that_die_while_starting_are_said_by_the_constructor(tmp_path, monkeypatch):
@@ -380,6 +395,15 @@ def test_knobs_that_make_no_sense_are_refused(knob, value, part):
     with pytest.raises(ConfigError) as error:
         load.build({"model": {"path": "a"}}, [(knob, value)])
     assert part in str(error.value)
+
+
+def test_the_lines_of_the_page_are_knobs():
+    page = Path(__file__).parents[2] / "docs" / "environments.md"
+    found = re.findall(r"`(\{path: .*?\})`", page.read_text())
+    for line in found:
+        knobs = {"model": {"path": "a"}, "environment": yaml.safe_load(line)}
+        assert load.build(knobs, [("reward.terms", {"environment": 1.0})]).environment.path
+    assert len(found) == 7
 
 
 def test_tools_may_be_given_as_functions():

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from tlt_jax import generate
 from tlt_jax.config import Config
 from tlt_jax.config.schema import LORA_TARGETS
-from tlt_jax.data import dataset as datasets
+from tlt_jax.data import prompt_format
 from tlt_jax.data.adapter_files import CONFIG, WEIGHTS
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.errors import ModelError
@@ -212,11 +212,11 @@ def test_the_tokenizer_of_adapters_is_their_own_or_their_bases(saved, tmp_path):
     tasks.make("fold", {}).tokenizer().save_pretrained(base)
     directory = copied(saved[1], tmp_path / "adapter", base_model_name_or_path=str(base))
     config = Config(model=replace(Config().model, path=str(directory)))
-    whole = len(datasets.tokenizer(config))
+    whole = len(prompt_format.tokenizer_of(config))
     own = tasks.make("fold", {}).tokenizer()
     own.add_tokens(["<more>"])
     own.save_pretrained(directory)
-    assert len(datasets.tokenizer(config)) == whole + 1
+    assert len(prompt_format.tokenizer_of(config)) == whole + 1
 
 
 JOINED = Lora(2, 3.0, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"))

@@ -309,6 +309,22 @@ def test_an_answer_that_earns_every_term_gets_their_exact_sum():
     assert score_all(make_config(weights), ["#### 5"], "#### 5")["#### 5"].value == 1.0
 
 
+def test_partial_credit_is_for_the_number_and_for_the_form():
+    earned = {
+        "5 </reasoning>\n<answer>\\boxed{1,234}</answer>": 1.0,
+        "so \\boxed{1234}": 0.5,
+        "<answer>\\boxed{1234}</answer></reasoning>": 0.5,
+        "</reasoning><answer>\\boxed{1234}</answer></reasoning>": 0.5,
+        "</reasoning><answer>\\boxed{5}</answer>": 0.1,
+        "</reasoning><answer>5</answer>": 0.0,
+        "so \\boxed{5}": 0.0,
+    }
+    scores = score_all(
+        make_config({"tlt_jax.rewards.terms:partial_credit": 1.0}), [*earned], "#### 1,234"
+    )
+    assert {text: score.value for text, score in scores.items()} == earned
+
+
 def is_running(pid: int) -> bool:
     status = Path(f"/proc/{pid}/stat")
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX"

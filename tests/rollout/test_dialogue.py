@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from functools import cache, partial
 
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 import references
 import tiny_engine as tiny
+from test_harvest_engine import WIDTH, fresh
 from test_speculation import MANY, NO, ONE, SPARSE, WIDE, speculating
 
 from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.drafter.replay import Replay, ReplayConfig
 from tlt_jax.errors import ConfigError
 from tlt_jax.keys import TRAIN_STREAM, sequence_keys
 from tlt_jax.models import architecture, transformer
@@ -41,7 +44,10 @@ class Partner:
     def __init__(self, wait=lambda uid, count: 0):
         self.wait, self.heard, self.due, self.calls = wait, {}, [], 0
 
-    def hear(self, uid, turn):
+    def most(self, uid):
+        return 0
+
+    def hear(self, uid, turn, logprobs):
         self.heard.setdefault(uid, []).append(turn.tolist())
         count = len(self.heard[uid])
         reply = reply_to(uid, turn.tolist(), count)
@@ -89,9 +95,9 @@ def expected(policy=POLICY) -> list[tuple[int, list[int], list[bool], str]]:
                 logits_of, lambda t, key=key: draw(key, jnp.int32(t)), text, SETTING, policy.eos_ids, tiny.STOPS, left
             )  # fmt: skip
             text, own, count = text + turn, own + [True] * len(turn), count + 1
-            if finish != "stop":
+            if finish == "length" and len(own) == LIMIT:
                 break
-            reply = reply_to(uid, turn, count)
+            reply, finish = reply_to(uid, turn, count), "stop"
             if reply is None or len(own) + len(reply) >= LIMIT:
                 break
             text, own = text + reply, own + [False] * len(reply)
@@ -124,7 +130,9 @@ def test_tokens_do_not_depend_on_drafts_groups_or_when_replies_come(
     truth = expected()
     assert found == truth
     assert {finish for *_, finish in truth} == {"stop", "length"}
+    heard = [turn for turns in partner.heard.values() for turn in turns[:-1]]
     assert max(len(turns) for turns in partner.heard.values()) > 2, "several turns were taken"
+    assert any(len(turn) == TURN_TOKENS and turn[-1] not in POLICY.eos_ids for turn in heard)
     for one in result.completions:
         assert (one.logprobs[~one.own] == 0).all() and (one.logprobs[one.own] < 0).all()
 
@@ -155,14 +163,17 @@ def test_a_deterministic_rollout_has_no_partner(x64):
         talk(engine, weights, Partner())
 
 
-def talk(engine, weights, partner, listeners=(), **which):
+def talk(engine, weights, partner, listeners=(), replays=(), **which):
     prompts = [np.asarray(prompt, np.int32) for prompt in tiny.PROMPTS]
     request = engine.request(
         prompts, tiny.SAMPLES, SETTING, LIMIT, stream=TRAIN_STREAM, step=0, **which
     )
+    for replay in replays:
+        replay.begin(0, request)
     return engine.run(
-        request, weights, partner=partner, turn_tokens=TURN_TOKENS, listeners=listeners
-    )[0]
+        request, weights, partner=partner, turn_tokens=TURN_TOKENS, harvesters=replays or None,
+        listeners=[*listeners, *(replay.listen for replay in replays)],
+    )[0]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -187,8 +198,10 @@ def test_replies_that_are_appended_alone_change_no_token(
     )  # fmt: skip
     appended = []
     listen = [lambda poll: appended.extend(e for e in poll.events if kind_of(e) == "append")]
+    config, groups = ReplayConfig(WIDTH, 10**6, most=9), engine.groups if engine.drafter else []
+    replays = [Replay(config, group, mesh) for group, mesh in enumerate(groups)]
     partner = Partner(lambda uid, count: 7 * (uid % 3))
-    result = talk(engine, weights, partner, listen, records=policy is not POLICY)
+    result = talk(engine, weights, partner, listen, replays, records=policy is not POLICY)
     found = [
         (one.uid, one.tokens.tolist(), one.own.tolist(), one.finish) for one in result.completions
     ]
@@ -197,6 +210,27 @@ def test_replies_that_are_appended_alone_change_no_token(
     assert appended and (slots == 5 or len(appended) > replies // 4)
     if policy is not POLICY:
         check_records(engine, policy, result)
+    if replays:
+        check_harvest(replays, drafter)
+
+
+def check_harvest(replays, drafter):
+    """Compares what was harvested with a forward over whole texts, and what is learned with the policy's turns."""
+    texts, own = {}, {}
+    for uid, tokens, chosen, _ in expected():
+        prompt = tiny.PROMPTS[uid // tiny.SAMPLES]
+        texts[uid], own[uid] = (*prompt, *tokens), [False] * len(prompt) + chosen
+    _, features = fresh(tuple(texts.values()), drafter)
+    learned = defaultdict(list)
+    for window, values in (pair for replay in replays for pair in replay.held.items()):
+        uid, first, end = window.uid, window.start, window.start + window.size
+        assert window.tokens.tolist() == [*texts[uid][first:end]]
+        assert window.loss_mask.tolist() == own[uid][first + 1 : end + 1]
+        np.testing.assert_allclose(values.features, features[uid, first:end], atol=1e-9)
+        learned[uid] += [first + i + 1 for i in np.flatnonzero(window.loss_mask)]
+        assert window.answer == sum(own[uid])
+    for uid, chosen in own.items():
+        assert {*learned[uid]} == {*np.flatnonzero(chosen)}, "all of its turns, and nothing else"
 
 
 def kind_of(event) -> str:

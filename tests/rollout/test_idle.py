@@ -119,6 +119,23 @@ def test_a_group_works_from_when_it_is_idle_or_waits_until_it_decodes_or_the_las
     assert poll() == poll() == set() and background.is_done
 
 
+def test_a_group_whose_sequences_all_wait_for_replies_works_once_it_has_waited():
+    groups, work, background, poll = polled(2, least=2.0)
+    groups.states[0] = GroupState(is_exhausted=True, away={5: 9})
+    groups.waiting.add(0)
+    assert [poll(0.0) for _ in range(4)] == [set(), set(), {0}, {0}], "however little is left"
+    work.empty.add(0)
+    assert poll(0.0) == set()
+    work.empty.clear()
+    assert [poll(0.0) for _ in range(4)] == [set(), set(), {0}, {0}], "it tries again"
+    groups.waiting.clear()
+    groups.states[0] = GroupState()
+    assert poll() == set(), "a reply has come"
+    groups.states[0] = GroupState(is_exhausted=True, away={5: 9})
+    groups.waiting.add(0)
+    assert poll() == set(), "it waits anew, and may soon go on"
+
+
 def test_in_any_order_no_busy_group_works_and_none_does_after_the_end():
     for seed in range(100):
         draw = random.Random(seed)

@@ -27,7 +27,10 @@ class SlowPartner:
         self.programs, self.wait, self.groups = programs, wait, groups
         self.turns, self.due = {}, []
 
-    def hear(self, uid, turn):
+    def most(self, uid):
+        return 0
+
+    def hear(self, uid, turn, logprobs):
         count = self.turns[uid] = self.turns.get(uid, 0) + 1
         at = self.programs.clock.now() + self.wait(uid, count)
         heapq.heappush(self.due, (at, uid, count))

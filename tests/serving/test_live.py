@@ -68,6 +68,14 @@ def test_tokens_do_not_depend_on_what_else_is_asked_and_sessions_follow_each_oth
         np.testing.assert_allclose(logprobs, alone["logprobs"], atol=1e-5)
 
 
+def test_the_noise_of_a_sequence_with_a_seed_depends_on_it_alone(model):
+    served, prompt = Live(model, "toy"), np.array([1], np.int32)
+    for seed in (None, (3, 0), (3, 1), (4, 0), (3, 0), None):
+        served.submit(prompt, 5, lambda *told: None, seed)
+    keys = [one[-1].tobytes() for one in served.later]
+    assert keys[1] == keys[4] and len({*keys}) == 5
+
+
 def test_a_cancelled_sequence_is_told_so_once(model):
     served, heard = Live(model, "toy"), []
     handle = served.submit(np.array([1, 2], np.int32), 5, lambda *told: heard.append(told))

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -36,21 +37,25 @@ class Backend:
     model: str = "tiny"
     vocab: int = VOCAB
     longest: int = LONGEST
+    stops: object = None
+    known: object = field(default_factory=OrderedDict)
     sampling: object = field(
         default_factory=lambda: SimpleNamespace(temperature=0.7, top_k=0, top_p=1.0)
     )
 
     def __post_init__(self):
         self.running, self.cancelled, self.submitted, self.most_running = {}, [], [], 0
+        self.seeds = []
         self.lock, self.ended = threading.Lock(), False
         self.thread = threading.Thread(target=self.loop, daemon=True)
         self.thread.start()
 
-    def submit(self, prompt, most, told):
+    def submit(self, prompt, most, told, seed=None):
         assert isinstance(prompt, np.ndarray) and prompt.dtype == np.int32
         with self.lock:
             handle = len(self.submitted)
             self.submitted.append((prompt.tolist(), most))
+            self.seeds.append(seed)
             answer = self.script(prompt)
             end = self.end if len(answer) <= most else "length"
             self.running[handle] = [answer[:most], end, told]
@@ -361,10 +366,13 @@ def test_a_wrong_request_is_refused_with_the_fix(serve, case):
 
 
 def test_settings_that_the_backend_has_are_taken(serve):
-    server, _ = serve()
+    server, backend = serve()
     generate(
         server, [1], temperature=0.7, top_k=-1, top_p=1, seed=3, min_p=0, repetition_penalty=1.0
     )
+    generate(server, [1], n=2, seed=4)
+    generate(server, [1])
+    assert backend.seeds == [(3, 0), (4, 0), (4, 1), None]
 
 
 def test_other_models_paths_and_types_of_bodies_are_refused(serve):

@@ -1,4 +1,4 @@
-"""A training loop of one's own on the library: answers, a lesson, other weights, answers. Prints what it got, as JSON.
+"""A training loop of one's own on the library: answers, a lesson, other weights, answers, a step. Prints what it got, as JSON.
 
 `library_process.py MODEL CHANGES JOINS`, as one of several processes, which the loop joins `itself`, or `open_engine` joins.
 """
@@ -29,10 +29,13 @@ def use(engine: RolloutModel) -> dict:
     except RewardError as error:
         refused = str(error)
     third = engine.generate(PROMPTS, 1)
+    advantages = [float(len(one.tokens) - 9) for one in third]
+    found = engine.forward_backward(third, advantages=advantages, with_logprobs=True)
     return {
+        "update": [found.loss, engine.optim_step()["grad_norm"]],
         "refused": refused,
         "answers": [[one.tokens.tolist() for one in answers] for answers in (first, second, third)],
-        "logprobs": [one.logprobs.tolist() for one in first],
+        "logprobs": [one.tolist() for one in [*(one.logprobs for one in first), *found.logprobs]],
         "accept_length": first.accept_length,
         "acceptance": metrics["drafter/acceptance@1"],
     }

@@ -10,7 +10,7 @@ from loop_updates import WIDTH, padded, programs_of
 from observed import Run
 
 from tlt_jax.config import Config
-from tlt_jax.data import dataset as datasets
+from tlt_jax.data import prompt_format
 from tlt_jax.data.stop_rules import StopRules, stop_texts
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.interface import DecodingParams, Sampling
@@ -28,19 +28,19 @@ def sequence_keys(seed: int, stream: int, step: int, count: int) -> np.ndarray:
 
 def rules(config: Config) -> StopRules | None:
     """The rules for the stop texts; a token of the toy task is a character."""
-    ids = datasets.tokenizer(config).get_vocab()
+    ids = prompt_format.tokenizer_of(config).get_vocab()
     letters = [letter.replace("Ġ", " ").encode() for letter in sorted(ids, key=ids.get)]
     return stop_texts(config.rollout.stop, letters)
 
 
 def stops(config: Config) -> tuple[tuple[int, ...], ...]:
     """The stop texts as ids."""
-    ids = datasets.tokenizer(config).get_vocab()
+    ids = prompt_format.tokenizer_of(config).get_vocab()
     return tuple(tuple(ids[letter] for letter in text) for text in config.rollout.stop)
 
 
 def eos(config: Config) -> int:
-    return datasets.tokenizer(config).eos_token_id
+    return prompt_format.tokenizer_of(config).eos_token_id
 
 
 def check_keys(run: Run) -> None:

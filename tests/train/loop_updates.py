@@ -13,8 +13,10 @@ import numpy as np
 import optax
 import toy_rewards
 from observed import Run
+from training_runs import having
 
-from tlt_jax.data import dataset as datasets
+from tlt_jax.data import prompt_format
+from tlt_jax.inference import engine as engines
 from tlt_jax.models import architecture, from_config, transformer
 
 BETA1 = 0.9
@@ -56,7 +58,7 @@ def programs(
 def programs_of(run: Run):
     """The programs of a run's knobs."""
     knobs = run.config.algorithm
-    model = from_config.model_config(run.config, datasets.tokenizer(run.config))
+    model = from_config.model_config(run.config, prompt_format.tokenizer_of(run.config))
     clips = knobs.clip_low, knobs.clip_high
     return programs(model, run.config.rollout.temperature, clips, knobs.entropy_coef)
 
@@ -69,6 +71,31 @@ def padded(pairs: Sequence[tuple[list[int], list[int]]]) -> np.ndarray:
 # The update
 
 
+def check_verbs(run: Run) -> None:
+    """A loop on the engine that gets the answers of a step and their rewards makes the updates of the run, bit by bit."""
+    knobs, (rolled, *_), (first, second, *_) = run.config.algorithm, run.trainings, run.updates
+    rewards = np.array([one["reward"] for one in lines(run, 1)])
+    groups = rewards.reshape(-1, run.config.rollout.samples)
+    advantages = groups - (groups.sum(axis=1, keepdims=True) - groups) / (groups.shape[1] - 1)
+    model = from_config.model_config(run.config, prompt_format.tokenizer_of(run.config))
+    config = having(run.config, rollout__stop=())  # it has no tokenizer, and answers nothing
+    with engines.opened(config, (model, first.before.params)) as engine:
+        answers = [engine.answer(rolled.request.prompts, one) for one in rolled.result.completions]
+        old = engine.forward(answers)
+        parts = np.array_split(np.arange(len(answers)), knobs.minibatches)
+        for part, updated in zip(parts, (first, second), strict=True):
+            fields = {
+                "advantages": advantages.ravel()[part],
+                "old_logprobs": [old[i] for i in part],
+            }
+            found = engine.forward_backward([answers[i] for i in part], **fields)
+            metrics = found.metrics | engine.optim_step()
+            assert metrics == {name: updated.metrics[name] for name in metrics}
+            jax.tree.map(np.testing.assert_array_equal, engine.params, updated.after.params)
+        engine.load_state(run.config.run)
+        jax.tree.map(np.testing.assert_array_equal, engine.params, run.updates[-1].after.params)
+
+
 def lines(run: Run, step: int) -> list[dict]:
     """The completions file of a step, from 1."""
     path = Path(run.config.run) / "completions" / f"{step:06d}.jsonl"
@@ -77,7 +104,7 @@ def lines(run: Run, step: int) -> list[dict]:
 
 def check_files(run: Run) -> None:
     """The completions files have the decoded answers, and the rewards of their texts."""
-    tokenizer, (weight,) = datasets.tokenizer(run.config), run.config.reward.terms.values()
+    tokenizer, (weight,) = prompt_format.tokenizer_of(run.config), run.config.reward.terms.values()
     for step, one in enumerate(run.trainings, start=1):
         for line, (prompt, answer) in zip(lines(run, step), one.texts, strict=True):
             text = tokenizer.decode(answer, skip_special_tokens=True)

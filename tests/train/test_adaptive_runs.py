@@ -22,7 +22,7 @@ from training_runs import (
 from tlt_jax import cli, run_folder
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config
-from tlt_jax.data import dataset as datasets
+from tlt_jax.data import prompt_format
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.drafter.idle_training import IdleTraining
 from tlt_jax.drafter.recipe import DrafterRecipe, idle_recipe
@@ -89,7 +89,7 @@ def trains(monkeypatch):
 
 
 def recipe_of(config: Config) -> DrafterRecipe:
-    model = from_config.model_config(config, datasets.tokenizer(config))
+    model = from_config.model_config(config, prompt_format.tokenizer_of(config))
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
     return idle_recipe(config, model, from_config.new_drafter_config(config, model), mesh)
 
@@ -125,7 +125,7 @@ def test_the_drafter_moves_and_is_saved_and_exported(adaptive):
         )
     ]
     assert max(moved) > 1e-4
-    model = from_config.model_config(adaptive, datasets.tokenizer(adaptive))
+    model = from_config.model_config(adaptive, prompt_format.tokenizer_of(adaptive))
     folder = run_folder.drafter_export(adaptive)
     mesh = meshes.make_mesh(1, 1)
     _, params = hf_drafter.load(folder, model, mesh, "float32", 48)

@@ -20,7 +20,7 @@ from training_runs import (
 
 from tlt_jax import cli
 from tlt_jax.config import Config
-from tlt_jax.data import dataset as datasets
+from tlt_jax.data import dataset as datasets, prompt_format
 from tlt_jax.errors import ConfigError
 from tlt_jax.rewards import Scorer
 from tlt_jax.rollout.selection import Selecting
@@ -87,7 +87,7 @@ def chosen(everything: dict[int, list[tuple[str, str, float]]]) -> tuple[list[in
 
 def prompts(config: Config) -> list[str]:
     """The prompts of the data, in its order."""
-    data = datasets.load(config, datasets.tokenizer(config))
+    data = datasets.load(config, prompt_format.tokenizer_of(config))
     return [prompt.text for prompt in data.window(0, STEPS * WINDOW)]
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from idle_process import LEAST, groups_train
 from jobs import Job
 from training_runs import (
+    TASK,
     assert_close,
     completions,
     events,
@@ -16,8 +19,12 @@ from training_runs import (
 )
 
 from tlt_jax import cli
+from tlt_jax.data.files import ID
+from tlt_jax.data.prompt_format import Prompt
+from tlt_jax.environments import Reply
 from tlt_jax.errors import ConfigError, EnvironmentsError
 from tlt_jax.train import loop
+from tlt_jax.train.environment import Play
 
 TALK = {
     "environment.path": "toy_environments:Echo", "environment.turns": 3, "rollout.stop": ["1", "2"],
@@ -48,12 +55,42 @@ def test_answers_have_several_turns_and_the_rewards_of_their_environment(talked)
         assert one["reward"] == pytest.approx(one["parts"]["environment"])
 
 
-def test_a_resumed_run_with_drafts_ends_with_the_same_bits(talked, tmp_path):
+def test_a_resumed_run_whose_drafter_learns_ends_with_the_same_bits(talked, tmp_path, monkeypatch):
+    groups_train(monkeypatch)
     drafting = {
-        "speculation.drafter": "ngram", "speculation.tuner": "fixed", "speculation.strategies": ["2_1_3"],
+        "speculation.drafter": "adaptive", "speculation.tuner": "fixed", "speculation.strategies": ["2_1_3"],
+        "drafter_training.share": 0.0,
     }  # fmt: skip
-    drafted = resumed(talked, tmp_path / "drafted", 2, drafting)
-    assert max(value for _, value in events(drafted)["speculation/accept_length"]) > 1
+    found = events(resumed(talked, tmp_path / "drafted", 2, drafting))
+    assert max(value for _, value in found["speculation/accept_length"]) > 1
+    assert sum(value for _, value in found["drafter/steps"]) >= LEAST
+
+
+def test_an_agent_that_owns_its_loop_samples_the_tokens_of_the_same_environment(
+    configure, talked, tmp_path
+):
+    """One whose answer has been cut by rollout.max_new_tokens has not returned, and has no reward."""
+    knobs = TALK | {
+        "environment.path": "toy_environments:echo_agent", "environment.args": {"task": TASK}, "train.steps": 1,
+        "eval.every": 0,
+    }  # fmt: skip
+    config = configure(tmp_path / "agent", knobs)
+    assert loop.train(config) == cli.DONE
+    found, same = lines(config, 1), lines(talked, 1)
+    assert [one["completion"] for one in found] == [one["completion"] for one in same]
+    assert [one["logprob"] for one in found] == [one["logprob"] for one in same]
+    for one, two in zip(found, same, strict=True):
+        is_cut = one["finish"] == "length"
+        assert one["reward"] == pytest.approx(0 if is_cut else two["reward"])
+    assert not all(one["finish"] == "length" for one in found)
+
+
+def test_a_choice_of_prompts_ends_where_answers_join_more_than_once(configure, tmp_path):
+    """They lose their rows while they wait: there are 3 for 6 prompts with 3 answers."""
+    knobs = TALK | {"rollout.max_prompts": 6, "train.steps": 2, "eval.every": 0}
+    config = configure(tmp_path / "run", knobs)
+    assert loop.train(config) == cli.DONE
+    assert len(lines(config, 2)) == 6
 
 
 def test_two_processes_are_one(configure, tmp_path):
@@ -95,10 +132,21 @@ def test_rows_may_begin_with_what_the_environment_says(configure, tmp_path):
     }  # fmt: skip
     config = configure(tmp_path / "guess", knobs)
     assert loop.train(config) == cli.DONE
-    assert {one["prompt"] for step in (1, 2) for one in lines(config, step)} == {"guess 1-9:"}
+    found = [one for step in (1, 2) for one in lines(config, step)]
+    assert {one["prompt"] for one in found} == {"guess 1-9:"}
+    assert any("no guess 1-9:" in one["completion"] for one in found), "a cut turn is played"
+    assert max(value for _, value in events(config)["reward/terms/environment/cut_turns"]) > 1
     silent = configure(tmp_path / "silent", knobs | {"environment.path": TALK["environment.path"]})
     with pytest.raises(EnvironmentsError, match="says nothing at its start: let reset return text"):
         loop.train(silent)
+
+
+def test_a_row_without_a_prompt_whose_environment_failed_is_decoded_from_the_eos_alone():
+    tokenizer = SimpleNamespace(eos_token_id=7)
+    play = SimpleNamespace(talk=SimpleNamespace(quoted=list), tokenizer=tokenizer)
+    failed = Reply(done=True, failure="error", detail="ValueError: no level 9")
+    row = Prompt(np.zeros(0, np.int32), {"prompt": "", ID: "a:1"})
+    assert Play.prompt(play, row, failed).tokens.tolist() == [7]
 
 
 def test_knobs_that_conflict_are_refused(configure, tmp_path):

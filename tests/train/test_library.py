@@ -223,6 +223,7 @@ def test_several_processes_get_all_answers_and_those_of_one(alone, joins):
         np.testing.assert_allclose(
             np.concatenate(one["logprobs"]), np.concatenate(expected["logprobs"]), atol=1e-5
         )
+        assert one["update"] == pytest.approx(expected["update"], rel=1e-4)
         assert one["acceptance"] == pytest.approx(expected["acceptance"], abs=1e-4)
 
 

@@ -8,7 +8,14 @@ from pathlib import Path
 import observed
 import pytest
 from loop_rollouts import check_keys, check_rules, check_tokens
-from loop_updates import check_batches, check_clipping, check_files, check_losses, check_remat
+from loop_updates import (
+    check_batches,
+    check_clipping,
+    check_files,
+    check_losses,
+    check_remat,
+    check_verbs,
+)
 from observed import Run
 
 from tlt_jax.config import Config
@@ -32,7 +39,7 @@ KNOBS = {
     "eval.correct_at": 8.0,
 }  # fmt: skip
 CHECKS = [
-    check_keys, check_rules, check_tokens, check_files, check_batches, check_losses, check_clipping, check_remat,
+    check_keys, check_rules, check_tokens, check_files, check_batches, check_losses, check_clipping, check_remat, check_verbs,
 ]  # fmt: skip
 
 

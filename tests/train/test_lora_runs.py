@@ -26,7 +26,7 @@ from training_runs import (
 from tlt_jax import cli, export, run_folder
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config
-from tlt_jax.data import dataset as datasets
+from tlt_jax.data import prompt_format
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, ModelError
 from tlt_jax.models import from_config, hf, lora
@@ -42,7 +42,7 @@ LORA = {
 
 
 def sizes(config: Config) -> tuple:
-    model = from_config.model_config(config, datasets.tokenizer(config))
+    model = from_config.model_config(config, prompt_format.tokenizer_of(config))
     return model, meshes.make_mesh(config.mesh.data, config.mesh.model)
 
 

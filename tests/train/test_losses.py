@@ -30,6 +30,7 @@ REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [3.0, 1.0, 1.0, 1.0], [0.3, 0.3, 0.3, 
         ),
         ("rloo", [2 / 3, -2 / 3, -2 / 3, 2 / 3], [2.0, -2 / 3, -2 / 3, -2 / 3]),
         ("dr_grpo", [0.5, -0.5, -0.5, 0.5], [1.5, -0.5, -0.5, -0.5]),
+        ("maxrl", [1.0, -1.0, -1.0, 1.0], [1.0, -1 / 3, -1 / 3, -1 / 3]),
     ],
 )
 def test_advantages_are_those_worked_by_hand(kind, first, second):
@@ -44,7 +45,8 @@ def test_advantages_sum_to_zero_in_each_group_and_ignore_a_shift(kind):
     rewards = np.random.default_rng(0).normal(size=(5, 7))
     found = group_advantages(rewards, kind)
     np.testing.assert_allclose(found.sum(axis=1), 0.0, atol=1e-12)
-    np.testing.assert_allclose(group_advantages(rewards + 3.0, kind), found, atol=1e-12)
+    if kind != "maxrl":  # relative to the mean
+        np.testing.assert_allclose(group_advantages(rewards + 3.0, kind), found, atol=1e-12)
 
 
 def test_reinforce_pp_whitens_the_rewards_of_all_tokens():
@@ -88,15 +90,16 @@ def test_rewards_without_a_group_or_not_finite_are_refused():
     [
         ("token_mean", [1 / 23] * 3, [1 / 7, 0, 1 / 7]),
         ("sequence_mean", [1 / 6, 1 / 48, 1 / 15], [1 / 4, 0, 1 / 10]),
+        ("prompt_mean", [1 / 36, 1 / 36, 1 / 10], [1 / 4, 0, 1 / 10]),
         ("dr_grpo", [1 / 48] * 3, [1 / 48, 0, 1 / 48]),
     ],
 )
 def test_token_weights_are_those_worked_by_hand(kind, weights, filtered):
-    """Of all answers, and without the second one."""
-    lengths, kept = np.array([2, 16, 5]), np.array([True, False, True])
-    np.testing.assert_allclose(answer_weights(lengths, kind, max_new_tokens=16), weights)
-    np.testing.assert_allclose(answer_weights(lengths, kind, 16, kept), filtered)
-    assert not answer_weights(lengths, kind, 16, np.zeros(3, bool)).any()
+    """Of all answers, the first two of one prompt, and without the second one."""
+    lengths, kept, prompts = np.array([2, 16, 5]), np.array([True, False, True]), [7, 7, 9]
+    np.testing.assert_allclose(answer_weights(lengths, kind, 16, None, prompts), weights)
+    np.testing.assert_allclose(answer_weights(lengths, kind, 16, kept, prompts), filtered)
+    assert not answer_weights(lengths, kind, 16, np.zeros(3, bool), prompts).any()
 
 
 def rows_of(new, old, advantages, rollout=None, segments=None) -> PackedRows:
@@ -118,17 +121,18 @@ def value_and_slope(loss, rows):
 
 
 @pytest.mark.parametrize("limits", [(0.0, 0.0), (0.0, 0.2), (0.2, 0.0), (0.0, 0.0, 3.0)])
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "dppo", "sapo"])
 def test_at_ratio_1_the_gradient_is_that_of_reinforce_whatever_the_limits(name, limits):
     """A limit of 0 puts the bound on the ratio: there a token is not clipped, as in torch (clamp 1, halves of minimum)."""
     one, advantages = np.full((1, 4), 0.1), np.array([[1.0, -1.0, 2.5, -0.3]])
     given = rows_of(one, one, advantages)
-    limits = limits[:2] if name == "cispo" else limits
+    limits = limits if name in ("ppo", "gspo") else limits[:2]
+    limits = (1.0, 1.05) if name == "sapo" else limits
     found, gradient = value_and_slope(lambda new: losses.BUILT_IN[name](new, *limits), given)
-    np.testing.assert_array_equal(gradient, -given.advantages)
-    if name != "cispo":
+    np.testing.assert_allclose(gradient, -given.advantages, rtol=1e-6 if name == "sapo" else 0)
+    if name not in ("cispo", "sapo"):
         np.testing.assert_array_equal(found.loss, -given.advantages)
-    assert not (found.clipped_low | found.clipped_high).any()
+    assert name == "sapo" or not (found.clipped_low | found.clipped_high).any()
 
 
 def test_extreme_ratios_leave_loss_and_gradient_finite():

@@ -15,8 +15,10 @@ import toy_rewards
 from loop_updates import check_batches, check_clipping, check_losses, learned, lines
 from observed import Rolled, Run
 
+from tlt_jax.config import Config
+from tlt_jax.config.schema import Reward, Rollout
 from tlt_jax.config.validate import validate_rl
-from tlt_jax.data import dataset as datasets
+from tlt_jax.data import prompt_format
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import from_config
@@ -174,7 +176,7 @@ def test_the_drafter_learns_from_answers_that_the_loss_leaves_out(run):
 
 def test_the_rows_that_programs_are_compiled_for_are_those_of_the_update(run):
     config, mesh = run.config, make_mesh(1, 1)
-    model = from_config.model_config(config, datasets.tokenizer(config))
+    model = from_config.model_config(config, prompt_format.tokenizer_of(config))
     rows = batches.abstract_rows_of(config, Recipe.of(config, model, mesh, 4))
     assert jax.tree.structure(rows) == jax.tree.structure(run.updates[0].batch)
 
@@ -202,6 +204,18 @@ def test_a_failed_score_stays_as_it_is(tmp_path):
     config = observed.configure(tmp_path, KNOBS)
     failed = Score(-2.0, {}, "timeout", "no answer after 10 s")
     assert scorers.penalized(config, {7: failed}, {7: LONGEST}) == {7: failed}
+
+
+def test_right_answers_to_a_prompt_lose_reward_by_their_length():
+    """Two prompts with four answers: worked by hand. Wrong and failed answers, and one right one alone, lose nothing."""
+    config = Config(reward=Reward(length_penalty=0.5), rollout=Rollout(samples=4))
+    values = [1.0, 0.0, 1.0, 1.0, 0.2, 1.0, 0.0, 0.0]
+    scores = {uid: Score(value, {"task": value}) for uid, value in enumerate(values)}
+    scores[7] = Score(1.0, {}, "timeout")
+    found = scorers.shortened(config, scores, dict(enumerate([10, 99, 20, 50, 5, 7, 9, 1])))
+    assert [one.value for one in found.values()] == [1.0, 0.0, 0.875, 0.5, 0.2, 1.0, 0.0, 1.0]
+    assert found[3].parts == {"task": 1.0, "length_penalty": -0.5} and found[1] == scores[1]
+    assert scorers.shortened(Config(), scores, {}) == scores
 
 
 def test_a_buffer_longer_than_any_answer_is_refused(tmp_path):

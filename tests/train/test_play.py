@@ -18,6 +18,7 @@ from tlt_jax.errors import EnvironmentsError
 from tlt_jax.train.environment import Play
 
 SAMPLES = 2
+LOGPROBS = np.zeros(1)  # which only agents get
 
 
 @pytest.fixture(scope="module")
@@ -62,20 +63,24 @@ def test_a_tool_is_described_called_and_answers_in_the_format_of_the_template(
         text = tokenizer.decode(prompts[1].tokens)
         assert '"name": "add"' in text and "What is 1 + 1?" in text
         call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>'
-        play.hear(2, turn(tokenizer, call))
+        play.hear(2, turn(tokenizer, call), LOGPROBS)
         assert "<tool_response>\n2\n</tool_response>" in tokenizer.decode(said(play)[2])
-        play.hear(2, turn(tokenizer, call.replace("}}", "}")))
+        play.hear(2, turn(tokenizer, call.replace("}}", "}")), LOGPROBS)
         assert play.replies() and play.played[2].numbers == {"tool_errors": 1}
-        play.hear(2, turn(tokenizer, call.replace("}}", "}") + call))
+        play.hear(2, turn(tokenizer, call.replace("}}", "}") + call), LOGPROBS)
         text = tokenizer.decode(said(play)[2])
         assert "<tool_response>\n2\na call is not valid" in text and play.played[2].numbers == {
             "tool_errors": 2
         }
-        play.hear(2, turn(tokenizer, "It is 2."))
+        play.hear(2, turn(tokenizer, "It is 2."), LOGPROBS)
         assert said(play) == {2: None}
         assert play.rewards(2) == [0, 0, 0, 0]
         outcome = play.outcome(SimpleNamespace(uid=2))
-        assert outcome == {"reward": 0, "failure": "", "numbers": {"tool_errors": 2, "turns": 4}}
+        assert outcome == {
+            "reward": 0,
+            "failure": "",
+            "numbers": {"tool_errors": 2, "turns": 4, "cut_turns": 0},
+        }
 
 
 def test_answers_to_one_prompt_have_environments_of_their_own_and_turns_have_a_limit(
@@ -86,7 +91,7 @@ def test_answers_to_one_prompt_have_environments_of_their_own_and_turns_have_a_l
     with play:
         for count in range(3):
             for uid in (0, 1):
-                play.hear(uid, turn(tokenizer, call % (uid + count)))
+                play.hear(uid, turn(tokenizer, call % (uid + count)), LOGPROBS)
             found = {}
             while len(found) < 2:
                 found |= said(play)

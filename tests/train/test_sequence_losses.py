@@ -27,7 +27,7 @@ COUNT, LONGEST, TEMPERATURE = 14, 8, 0.7
 AGGREGATIONS = ("token_mean", "sequence_mean", "dr_grpo")
 PLAIN = algorithm(clip_low=0.25, clip_high=0.3, entropy_coef=0.05, kl_coef=0.2)
 CASES = [
-    replace(PLAIN, loss=loss, importance=importance, importance_cap=1.1, **more)
+    replace(PLAIN, **{"loss": loss, "importance": importance, "importance_cap": 1.1} | more)
     for loss, importance, more in [
         ("ppo", "none", {"clip_dual": 1.6}),
         ("ppo", "token", {}),
@@ -40,6 +40,20 @@ CASES = [
         ("cispo", "none", {}),
         ("cispo", "token", {}),
         ("cispo", "sequence", {"importance_mask": 1.4}),
+        ("dppo", "none", {"clip_low": 0.03, "clip_high": 0.04}),
+        (
+            "dppo",
+            "token",
+            {
+                "clip_low": 0.03,
+                "clip_high": 0.04,
+                "importance_mask": 1.2,
+                "importance_mask_low": 0.75,
+            },
+        ),
+        ("sapo", "none", {"sapo_positive": 2.0, "sapo_negative": 3.0}),
+        ("sapo", "token", {"importance_mask": 1.06, "importance_mask_level": "geometric"}),
+        ("ppo", "geometric", {"importance_mask": 1.06, "importance_mask_low": 0.97}),
     ]
 ]
 
@@ -126,7 +140,8 @@ def ratio_of(objective: Algorithm, logp: np.ndarray, old: np.ndarray) -> np.ndar
 
 
 def importance_of(objective: Algorithm, one: Answer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Weights of the tokens, their ratios, and which are masked (verl's rollout_is; its token_k1, seq_sum_k1, seq_max_k2)."""
+    """Weights of the tokens, their ratios, and which are masked (verl's rollout_is; its token_k1, seq_sum_k1, seq_mean_k1,
+    seq_max_k2; token_k1 with two bounds is IcePop's, 2510.18855)."""
     ratio = np.exp(one.old_logprobs - one.rollout_logprobs)
     if objective.importance == "none":
         return np.ones_like(ratio), ratio, np.zeros(ratio.shape, bool)
@@ -134,9 +149,14 @@ def importance_of(objective: Algorithm, one: Answer) -> tuple[np.ndarray, np.nda
         limit or np.inf for limit in (objective.importance_mask, objective.importance_veto)
     )
     is_vetoed = np.max(0.5 * np.log(ratio) ** 2) > 0.5 * np.log(veto) ** 2
-    if objective.importance == "sequence":
-        ratio = np.full_like(ratio, np.prod(ratio))
-    is_masked = (ratio > most) | (ratio < 1 / most) | is_vetoed
+    ratios = {
+        "token": ratio, "sequence": np.full_like(ratio, np.prod(ratio)),
+        "geometric": np.full_like(ratio, np.prod(ratio) ** (1 / len(ratio))),
+    }  # fmt: skip
+    level = objective.importance_mask_level
+    masked = ratios[objective.importance if level == "auto" else level]
+    ratio = ratios[objective.importance]
+    is_masked = (masked > most) | (masked < (objective.importance_mask_low or 1 / most)) | is_vetoed
     return np.minimum(ratio, objective.importance_cap) * ~is_masked, ratio, is_masked
 
 
@@ -145,6 +165,16 @@ def loss_of(objective: Algorithm, one: Answer, logp: np.ndarray) -> tuple[np.nda
     advantage, ratio = one.advantage, ratio_of(objective, logp, one.old_logprobs)
     weight = importance_of(objective, one)[0]
     limits = 1 - objective.clip_low, 1 + objective.clip_high
+    if objective.loss == "dppo":  # 2602.04879, as prime-rl's: probabilities against the sampler's
+        moved = np.exp(logp) - np.exp(one.rollout_logprobs)
+        is_kept = moved <= objective.clip_high if advantage > 0 else moved >= -objective.clip_low
+        loss = -ratio * advantage * is_kept * weight
+        return loss, loss
+    if objective.loss == "sapo":  # 2511.20347, as TRL's
+        t = objective.sapo_positive if advantage > 0 else objective.sapo_negative
+        gate = 1 / (1 + np.exp(-t * (ratio - 1)))
+        loss, slope = -4 / t * gate * advantage, -4 * gate * (1 - gate) * ratio * advantage
+        return loss * weight, slope * weight
     if objective.loss == "cispo":
         slope = -np.clip(ratio, *limits) * advantage * weight
         return slope * logp, slope
@@ -178,6 +208,7 @@ def named(objective: Algorithm) -> str:
         words
         + ["dual"] * bool(objective.clip_dual)
         + ["mask"] * bool(objective.importance_mask)
+        + ["low"] * bool(objective.importance_mask_low)
         + ["veto"] * bool(objective.importance_veto)
     )
 
@@ -228,14 +259,20 @@ def check_metrics(objective, known, logps, metrics) -> None:
     ]
     signs = np.concatenate([np.full(len(one.old_logprobs), one.advantage) for one in known])
     signs = (signs < 0, signs > 0) if objective.loss != "cispo" else (True, True)
-    used = np.concatenate(ratios)
-    low = (used < 1 - objective.clip_low) & signs[0]
-    high = (used > 1 + objective.clip_high) & signs[1]
+    used, middle = np.concatenate(ratios), 1
+    if objective.loss == "dppo":
+        sampled = np.concatenate([one.rollout_logprobs for one in known])
+        used, middle = np.exp(np.concatenate(logps)) - np.exp(sampled), 0
+    low = (used < middle - objective.clip_low) & signs[0]
+    high = (used > middle + objective.clip_high) & signs[1]
     assert low.any() and high.any()
     expected = {
         "ratio_mean": np.exp(tokens).mean(), "ratio_max": np.exp(tokens).max(), "ppo_kl": -tokens.mean(),
-        "pg_clipfrac": (low | high).mean(), "pg_clipfrac_low": low.mean(), "pg_clipfrac_high": high.mean(),
     }  # fmt: skip
+    if objective.loss != "sapo":
+        expected |= {
+            "pg_clipfrac": (low | high).mean(), "pg_clipfrac_low": low.mean(), "pg_clipfrac_high": high.mean(),
+        }  # fmt: skip
     if objective.clip_dual:
         expected["pg_clipfrac_lower"] = (signs[0] & (used > objective.clip_dual)).mean()
         assert expected["pg_clipfrac_lower"] > 0
@@ -264,7 +301,9 @@ def check_metrics(objective, known, logps, metrics) -> None:
             some = [one.any() for one in masked]
             assert 0 < sum(some) < len(some)
             is_partial = any(one.any() and not one.all() for one in masked)
-            assert is_partial == (objective.importance == "token" and objective.importance_mask > 0)
+            of_tokens = objective.importance_mask_level in ("auto", "token")
+            of_tokens &= objective.importance == "token" and objective.importance_mask > 0
+            assert is_partial == of_tokens
             corrected["rollout_rs_masked_fraction"] = np.concatenate(masked).mean()
             if losses.needs_answers(objective):
                 corrected["rollout_rs_seq_masked_fraction"] = np.mean(some)

@@ -13,7 +13,7 @@ from training_runs import assert_same_bits, having, spied, stopped_after
 
 from tlt_jax import cli, run_folder
 from tlt_jax.config import Config
-from tlt_jax.data import dataset as datasets
+from tlt_jax.data import dataset as datasets, prompt_format
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.distributed.job import Job
 from tlt_jax.drafter import __main__ as drafters_command
@@ -47,7 +47,7 @@ def first(configure, shared, knobs):
 
 
 def setup_of(config: Config, job: Job | None = None) -> Setup:
-    tokenizer = datasets.tokenizer(config)
+    tokenizer = prompt_format.tokenizer_of(config)
     return Setup.of(config, tokenizer, datasets.load(config, tokenizer), job)
 
 
@@ -227,7 +227,7 @@ def test_other_commands_know_the_drafter_of_a_run_that_began_from_the_shelf(firs
     shutil.copytree(first.run, run)
     shutil.copytree(entry_of(first), run / run_folder.START_DRAFTER)
     config = having(first, run=str(run), drafter_training__kind="dflash")
-    model = from_config.model_config(config, datasets.tokenizer(config))
+    model = from_config.model_config(config, prompt_format.tokenizer_of(config))
     assert from_config.drafter_config(config, model).kind == "eagle3"
 
 

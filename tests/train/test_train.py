@@ -42,7 +42,7 @@ from tlt_jax import cli, eval, run_folder
 from tlt_jax.checkpoint import index as checkpoints
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config, load as configuration
-from tlt_jax.data import dataset as datasets
+from tlt_jax.data import dataset as datasets, prompt_format
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import CheckpointError, ConfigError, DataError, Diverged
 from tlt_jax.metrics import evaluations
@@ -114,7 +114,7 @@ def test_a_run_learns_writes_each_step_once_and_saves_it(whole):
 
 def test_a_run_keeps_the_answers_of_its_evaluations(whole):
     assert sorted(evaluated(whole)) == [f"00000{n}.jsonl" for n in (0, 2, 4)]
-    prompts = datasets.load(whole, datasets.tokenizer(whole)).part()
+    prompts = datasets.load(whole, prompt_format.tokenizer_of(whole)).part()
     for index, step in enumerate((0, 2, 4)):
         answers = evaluations.read(evaluations.path_of(whole.run, step))
         found = [(one.id, one.prompt, one.reference, one.sample) for one in answers]
@@ -451,7 +451,10 @@ def test_answers_and_updates_that_are_not_finite_are_said_and_a_run_without_an_u
     whole, tmp_path, monkeypatch, capsys
 ):
     """A NaN embedding of the digit 1, which one of step 1's two prompts has; two steps, so that three skips never come."""
-    load, token = from_config.load_policy, datasets.tokenizer(whole).convert_tokens_to_ids("1")
+    load, token = (
+        from_config.load_policy,
+        prompt_format.tokenizer_of(whole).convert_tokens_to_ids("1"),
+    )
 
     def broken(*args):
         params = load(*args)
@@ -539,7 +542,7 @@ def test_the_best_checkpoint_is_kept_next_to_the_newest(configure, tmp_path, mon
 
 def test_the_exported_policy_is_the_last_state(whole):
     exported = Path(whole.run) / "hf"
-    model = from_config.model_config(whole, datasets.tokenizer(whole))
+    model = from_config.model_config(whole, prompt_format.tokenizer_of(whole))
     params = hf.load(exported, model, meshes.make_mesh(2, 1), "float32")
     last = state_of(whole).params
     assert_equal(
@@ -685,7 +688,7 @@ def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(
     assert loop.train(resumed) == cli.DONE
     for name in ("sft/loss", "sft/lr", "reward/mean"):
         assert events(resumed)[name] == events(config)[name], name
-    model = from_config.model_config(config, datasets.tokenizer(config))
+    model = from_config.model_config(config, prompt_format.tokenizer_of(config))
     others = {
         "sft.learning_rate": 0.02,
         "sft.steps": 9,
@@ -695,7 +698,9 @@ def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(
 
     def folder(changes):
         changed = configure(tmp_path / "run", knobs | changes)
-        return sft.cache_folder(changed, model, datasets.load(changed, datasets.tokenizer(changed)))
+        return sft.cache_folder(
+            changed, model, datasets.load(changed, prompt_format.tokenizer_of(changed))
+        )
 
     kept = {folder({name: value}) for name, value in others.items()}
     assert len(kept | {folder({})}) == len(others) + 1 and None not in kept
@@ -738,7 +743,7 @@ def test_a_warm_start_is_cached_by_the_content_of_its_rows(tmp_path, shared, con
             "sft.cache": tmp_path / "cache",
         }
         config = configure(tmp_path / "run", knobs)
-        dataset = datasets.load(config, datasets.tokenizer(config))
+        dataset = datasets.load(config, prompt_format.tokenizer_of(config))
         model = from_config.model_config(config, dataset.encoder.tokenizer)
         found.add(sft.cache_folder(config, model, dataset))
     assert len(found) == 2

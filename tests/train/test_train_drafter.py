@@ -17,7 +17,7 @@ from training_runs import SIZES, assert_equal, built, events, having, preempt, r
 from tlt_jax import cli
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config, load as configuration
-from tlt_jax.data import dataset as datasets, packing, tasks
+from tlt_jax.data import dataset as datasets, packing, prompt_format, tasks
 from tlt_jax.data.packing import Example
 from tlt_jax.data.prompt_format import Encoder
 from tlt_jax.distributed import mesh as meshes
@@ -98,7 +98,7 @@ def inside(config: Config) -> Config:
 
 def state_of(config: Config, step: int = STEPS) -> drafter_recipe.DrafterState:
     """The state that was saved after a step."""
-    model = from_config.model_config(config, datasets.tokenizer(config))
+    model = from_config.model_config(config, prompt_format.tokenizer_of(config))
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
     sizes = from_config.new_drafter_config(config, model)
     recipe = drafter_recipe.recipe_of(config, model, sizes, mesh)
@@ -110,7 +110,7 @@ def state_of(config: Config, step: int = STEPS) -> drafter_recipe.DrafterState:
 
 def loaded(config: Config):
     """The sizes and weights of the exported drafter."""
-    model = from_config.model_config(config, datasets.tokenizer(config))
+    model = from_config.model_config(config, prompt_format.tokenizer_of(config))
     directory = Path(inside(config).run) / "hf"
     return hf_drafter.load(directory, model, meshes.make_mesh(1, 1), "float32", positions=32)
 
@@ -212,7 +212,7 @@ def test_answers_are_the_policys_own_in_a_stream_that_rl_never_sees(whole, tmp_p
     prompts = [
         prompt.tokens.tolist()
         for step in (0, 1)
-        for prompt in datasets.load(whole, datasets.tokenizer(whole)).prompts(step)
+        for prompt in datasets.load(whole, prompt_format.tokenizer_of(whole)).prompts(step)
     ]
     assert [row["prompt"] for row in rows[::2]] == prompts
     assert DRAFTER_STREAM not in (TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM)
@@ -229,7 +229,7 @@ def test_answers_are_the_policys_own_in_a_stream_that_rl_never_sees(whole, tmp_p
             return SimpleNamespace(completions=[], stats={"tokens_per_second": 1.0}), None
 
     monkeypatch.setattr(corpus, "Engine", Recorder)
-    tokenizer = datasets.tokenizer(whole)
+    tokenizer = prompt_format.tokenizer_of(whole)
     dataset = datasets.load(whole, tokenizer)
     corpus.answer(
         replace(whole, run=str(tmp_path)), None, None, None, dataset, tokenizer, lambda: False
@@ -298,7 +298,7 @@ def test_a_reduced_vocabulary_holds_the_most_frequent_tokens(configure, whole, t
     _, params = loaded(config)
     rows = [json.loads(line) for text in texts_of(whole).values() for line in text.splitlines()]
     responses = np.concatenate([row["response"] for row in rows])
-    counts = np.bincount(responses, minlength=len(datasets.tokenizer(config)))
+    counts = np.bincount(responses, minlength=len(prompt_format.tokenizer_of(config)))
     assert sorted(counts[np.asarray(params.ids)]) == sorted(counts)[-5:]
     answers = [np.array([3, 3, 1, 2]), np.array([2, 5])]
     np.testing.assert_array_equal(drafters.frequent_ids(answers, 3, 9), [1, 2, 3])  # 1 before 5
@@ -352,7 +352,7 @@ def test_answers_whose_logits_were_not_finite_are_no_texts(tmp_path):
 
 def encoder_of(configure, tmp_path: Path) -> Encoder:
     config = configure(tmp_path)
-    return Encoder(config, datasets.tokenizer(config))
+    return Encoder(config, prompt_format.tokenizer_of(config))
 
 
 def test_texts_and_token_ids_are_read_in_their_order(configure, tmp_path):

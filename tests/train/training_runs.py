@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tlt_jax import cli
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config, load as configuration
-from tlt_jax.data import dataset as datasets
+from tlt_jax.data import prompt_format
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import from_config
 from tlt_jax.train import loop, policy_update
@@ -167,7 +167,7 @@ def assert_close(ours: Config, theirs: Config, atol: float = 1e-5) -> None:
 
 def state_of(config: Config, step: int = STEPS) -> PolicyState:
     """The state that the run saved after a step, on the mesh of the configuration."""
-    model = from_config.model_config(config, datasets.tokenizer(config))
+    model = from_config.model_config(config, prompt_format.tokenizer_of(config))
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
     target = policy_update.abstract_state(Recipe.of(config, model, mesh, 1))
     with Store(config.run, create=False) as store:

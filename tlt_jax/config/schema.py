@@ -28,10 +28,12 @@ OPENINGS = "environment"  # value of data.task
 # Values of environment.path, before a colon, that are no modules: libraries with an adapter.
 TEXTARENA, REASONING_GYM = "textarena", "reasoning_gym"
 NGRAM, ADAPTIVE = "ngram", "adaptive"  # values of speculation.drafter; any other one is a directory
-PPO, GSPO, CISPO = "ppo", "gspo", "cispo"  # values of algorithm.loss
-REINFORCE_PP = "reinforce_pp"  # value of algorithm.advantage
+PPO, GSPO, CISPO, DPPO, SAPO = "ppo", "gspo", "cispo", "dppo", "sapo"  # values of algorithm.loss
+REINFORCE_PP, MAXRL = "reinforce_pp", "maxrl"  # values of algorithm.advantage
+SELF = "self"  # value of algorithm.teacher.path
+PROMPT_MEAN = "prompt_mean"  # value of algorithm.aggregation
 LOSS, REWARD = "loss", "reward"  # values of algorithm.kl_in
-TOKEN, SEQUENCE = "token", "sequence"  # values of algorithm.importance
+TOKEN, SEQUENCE, GEOMETRIC = "token", "sequence", "geometric"  # values of algorithm.importance
 KEPT, FILTERED = "kept", "filtered"  # values of algorithm.overlong
 TENSORBOARD, WANDB = "tensorboard", "wandb"  # values of log.trackers
 # Names in the run folder: the configuration, all messages with compilations, the scalars by step of the run and of its
@@ -260,6 +262,12 @@ class Reward:
         "reward that an answer of rollout.max_new_tokens tokens loses with overlong_buffer",
         above=0,
     )
+    length_penalty: float = knob(
+        0.0,
+        "in training, reward that the longest of the right answers to a prompt loses (eval.correct_at), the shortest none, "
+        "others by their length; 0: none",
+        at_least=0,
+    )
     workers: int = knob(
         0,
         "scoring processes; 0: one for each core of the host, at least 2 and at most 4",
@@ -284,8 +292,8 @@ class Environment:
 
     path: str = knob(
         "",
-        "module:name of a class, or of a function that makes one environment, or textarena:GAME-ID (extra games), or "
-        "reasoning_gym:NAME (extra reasoning); empty: none",
+        "module:name of a class, of a function that makes one environment, or of an agent (a function with the parameter "
+        "base_url); textarena:GAME-ID (extra games), reasoning_gym:NAME (extra reasoning); empty: none",
         or_own=True,
     )
     args: dict[str, Any] = knob({}, "keyword arguments of environment.path")
@@ -314,24 +322,55 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class Teacher:
+    """On-policy distillation: a teacher's log-probs of the policy's own tokens."""
+
+    path: str = knob(
+        "",
+        "Hugging Face directory or hub id of a model with the policy's tokenizer, or self: the policy with a hint; empty: none",
+    )
+    weight: float = knob(
+        1.0,
+        "weight of log-prob of the teacher - log-prob of the policy in a token's advantage",
+        above=0,
+    )
+    top_k: int = knob(
+        0,
+        "above 0: instead, the KL to the teacher over so many tokens that it finds most likely, and the rest as one, is added "
+        "to the loss",
+        at_least=0,
+        at_most=256,
+    )
+    temperature: float = knob(
+        0.0, "temperature of the teacher's log-probs; 0: rollout.temperature", at_least=0
+    )
+    hint: str = knob(
+        "", "column of the data, for example a solution, that follows the prompt for the teacher"
+    )
+
+
+@dataclass(frozen=True)
 class Algorithm:
     advantage: str = knob(
         "grpo",
-        "grpo: (r - mean) / std of the group | rloo: leave-one-out baseline | dr_grpo: r - mean | reinforce_pp: (r - mean) / "
-        "std over all answer tokens of the step",
-        one_of=("grpo", "rloo", "dr_grpo", REINFORCE_PP),
+        "grpo: (r - mean) / std of the group | rloo: leave-one-out baseline | dr_grpo: r - mean | maxrl: (r - mean) / mean | "
+        "reinforce_pp: (r - mean) / std over all answer tokens of the step | none: 0, for a teacher alone",
+        one_of=("grpo", "rloo", "dr_grpo", MAXRL, REINFORCE_PP, NONE),
     )
     loss: str = knob(
         PPO,
         "policy-gradient loss of a token. ppo: clipped surrogate | gspo: the same with the ratio of the whole answer | cispo: "
-        "log-prob weighted by the clipped ratio | module:function: a function of the tokens' arrays, clip_low and clip_high",
-        one_of=(PPO, GSPO, CISPO),
+        "log-prob weighted by the clipped ratio | dppo: masked where the token's probability has moved by more than clip_low "
+        "or clip_high | sapo: a soft gate in place of the clip | module:function: a function of the tokens' arrays, clip_low "
+        "and clip_high",
+        one_of=(PPO, GSPO, CISPO, DPPO, SAPO),
         or_own=True,
     )
     aggregation: str = knob(
         "token_mean",
-        "token_mean | sequence_mean | dr_grpo: sum / (sequences x max_new_tokens)",
-        one_of=("token_mean", "sequence_mean", "dr_grpo"),
+        "token_mean | sequence_mean | prompt_mean: mean over prompts of the mean over the tokens of their answers | dr_grpo: "
+        "sum / (sequences x max_new_tokens)",
+        one_of=("token_mean", "sequence_mean", PROMPT_MEAN, "dr_grpo"),
     )
     clip_low: float = knob(
         0.2, "clip: lower bound 1 - clip_low of the ratio", at_least=0, at_most=1
@@ -342,6 +381,10 @@ class Algorithm:
         "dual clip of ppo and gspo: the loss of a negative advantage A is at most -clip_dual A (above 1); 0: off",
         at_least=0,
     )
+    sapo_positive: float = knob(
+        1.0, "temperature of sapo's gate for advantages above 0: larger is narrower", above=0
+    )
+    sapo_negative: float = knob(1.05, "the same for advantages below 0", above=0)
     kl_coef: float = knob(
         0.0, "weight of the KL to the frozen start policy; 0: no reference policy", at_least=0
     )
@@ -352,6 +395,7 @@ class Algorithm:
         one_of=(LOSS, REWARD),
     )
     entropy_coef: float = knob(0.0, "weight of the entropy bonus")
+    teacher: Teacher = section(Teacher)
     minibatches: int = knob(1, "optimizer steps per rollout", at_least=1)
     overlong: str = knob(
         KEPT,
@@ -362,22 +406,37 @@ class Algorithm:
     importance: str = knob(
         AUTO,
         "importance weights between rollout and update: none | token: of each token | sequence: the product over the answer | "
-        "auto: token when model.compute_dtype is bfloat16, else none. They use the recorded log-probs, whose last bits depend "
-        "on the rollout's shape",
-        one_of=(AUTO, NONE, TOKEN, SEQUENCE),
+        "geometric: the geometric mean over the answer | auto: token when model.compute_dtype is bfloat16, else none. They use "
+        "the recorded log-probs, whose last bits depend on the rollout's shape",
+        one_of=(AUTO, NONE, TOKEN, SEQUENCE, GEOMETRIC),
     )
     importance_cap: float = knob(2.0, "upper bound of the importance weights, at least 1")
     importance_mask: float = knob(
         0.0,
-        "a token (importance token) or an answer (importance sequence) gets no policy gradient when its importance ratio is "
-        "above this or below its inverse (above 1); 0: off",
+        "a token, or an answer, gets no policy gradient when its importance ratio is above this (above 1); 0: off",
         at_least=0,
+    )
+    importance_mask_low: float = knob(
+        0.0,
+        "the same when the ratio is below this (below 1); 0: the inverse of importance_mask",
+        at_least=0,
+        below=1,
+    )
+    importance_mask_level: str = knob(
+        AUTO,
+        "ratios of importance_mask: token | sequence | geometric | auto: those of importance",
+        one_of=(AUTO, TOKEN, SEQUENCE, GEOMETRIC),
     )
     router_replay: str = knob(
         AUTO,
         "whether the update gives each token the experts that it had in the rollout: always | never | auto: with a "
         "model.compute_dtype of bfloat16, in which the routers of both differ. Of a mixture of experts",
         one_of=(AUTO, ALWAYS, NEVER),
+    )
+    support_replay: bool = knob(
+        False,
+        "with rollout.top_k (at most 256), with or without top_p: all log-probs of training are of the tokens from which the "
+        "rollout drew each token, whose ids it records",
     )
     router_balance: float = knob(
         0.0,

@@ -13,7 +13,6 @@ from tlt_jax.config.schema import (
     ADAPTIVE,
     ALWAYS,
     AUTO,
-    CISPO,
     GSPO,
     NONE,
     OPENINGS,
@@ -22,12 +21,16 @@ from tlt_jax.config.schema import (
     REINFORCE_PP,
     REWARD,
     REWARDS,
+    SAPO,
+    SELF,
     TEXTARENA,
     TOKEN,
     Algorithm,
     Config,
 )
 from tlt_jax.errors import ConfigError
+
+MOST_KEPT = 256  # ids of algorithm.support_replay
 
 
 def eval_metrics(config: Config) -> list[str]:
@@ -176,10 +179,15 @@ def validate_data_and_steps(config: Config) -> Iterator[str]:
     if best and best not in eval_metrics(config):
         yield f"checkpoint.best_metric {best!r} is not measured: use one of {', '.join(eval_metrics(config))}"
     # A prompt whose answers score alike has a gradient then: they are compared with those of the whole step.
-    if rollout.max_prompts and algorithm.advantage == REINFORCE_PP:
+    if algorithm.support_replay and not 0 < rollout.top_k <= MOST_KEPT:
         yield (
-            f"rollout.max_prompts {rollout.max_prompts} with algorithm.advantage {REINFORCE_PP}, which compares answers of "
-            "the whole step: it would replace prompts that give a gradient: use grpo, rloo or dr_grpo, or "
+            f"algorithm.support_replay with rollout.top_k {rollout.top_k}, which bounds the ids that are recorded of a token: "
+            f"use 1 to {MOST_KEPT}, for example 64, or algorithm.support_replay false"
+        )
+    if rollout.max_prompts and algorithm.advantage in (REINFORCE_PP, NONE):
+        yield (
+            f"rollout.max_prompts {rollout.max_prompts} with algorithm.advantage {algorithm.advantage}, which compares no "
+            "answers to one prompt: it would replace prompts that give a gradient: use grpo, rloo or dr_grpo, or "
             "rollout.max_prompts 0"
         )
     if 0 < rollout.max_prompts <= rollout.prompts:
@@ -238,10 +246,15 @@ def validate_environment(config: Config) -> Iterator[str]:
 
 
 def importance(algorithm: Algorithm, compute_dtype: str) -> str:
-    """none, token or sequence: algorithm.importance, of which auto depends on model.compute_dtype."""
+    """none, token, sequence or geometric: algorithm.importance, of which auto depends on model.compute_dtype."""
     if algorithm.importance != AUTO:
         return algorithm.importance
     return TOKEN if compute_dtype == "bfloat16" else NONE
+
+
+def kept(config: Config) -> int:
+    """Ids that are recorded of the tokens from which each token of training is drawn: 0 without support_replay."""
+    return config.rollout.top_k if config.algorithm.support_replay else 0
 
 
 def replays(algorithm: Algorithm, compute_dtype: str, model: Any) -> bool:
@@ -258,7 +271,29 @@ def validate_algorithm(algorithm: Algorithm, samples: int, compute_dtype: str) -
 
     `samples`: rollout.samples; `compute_dtype`: model.compute_dtype.
     """
-    if samples < 2 and algorithm.advantage != REINFORCE_PP:
+    teacher = algorithm.teacher
+    if algorithm.advantage == NONE and not teacher.path:
+        yield "algorithm.advantage none without a teacher: nothing would be learned: set algorithm.teacher.path"
+    if algorithm.advantage == NONE and algorithm.kl_in == REWARD:
+        yield "algorithm.advantage none with algorithm.kl_in reward, which changes advantages: use algorithm.kl_in loss"
+    for name, value in (
+        ("top_k", teacher.top_k),
+        ("temperature", teacher.temperature),
+        ("hint", teacher.hint),
+    ):
+        if value and not teacher.path:
+            yield f"algorithm.teacher.{name} {value!r} without algorithm.teacher.path has no effect: set it, or remove {name}"
+    if teacher.path == SELF and not teacher.hint:
+        yield (
+            "algorithm.teacher.path self without algorithm.teacher.hint: the policy has nothing to learn from itself: name a "
+            "column that only the teacher sees"
+        )
+    if teacher.hint and teacher.top_k:
+        yield (
+            f"algorithm.teacher.hint {teacher.hint!r} with algorithm.teacher.top_k {teacher.top_k}: log-probs after another "
+            "prompt are kept of the policy's tokens alone: set algorithm.teacher.top_k 0"
+        )
+    if samples < 2 and algorithm.advantage not in (REINFORCE_PP, NONE):
         yield (
             f"rollout.samples {samples}: {algorithm.advantage} advantages compare the answers to one prompt, use at least 2, "
             f"or algorithm.advantage {REINFORCE_PP}"
@@ -270,7 +305,9 @@ def validate_algorithm(algorithm: Algorithm, samples: int, compute_dtype: str) -
         )
     dual = algorithm.clip_dual
     if dual and algorithm.loss not in (PPO, GSPO):
-        why = "clips the weight of the gradient itself" if algorithm.loss == CISPO else "is yours"
+        why = (
+            "is yours" if extension.is_own(algorithm.loss) else "has no loss of this form to bound"
+        )
         yield (
             f"algorithm.clip_dual {dual:g} with algorithm.loss {algorithm.loss!r}, which {why}: use {PPO} or {GSPO}, or "
             "algorithm.clip_dual 0"
@@ -280,6 +317,17 @@ def validate_algorithm(algorithm: Algorithm, samples: int, compute_dtype: str) -
     level = importance(algorithm, compute_dtype)
     cap = algorithm.importance_cap
     limits = {"mask": algorithm.importance_mask, "veto": algorithm.importance_veto}
+    is_masked = algorithm.importance_mask or algorithm.importance_mask_low
+    if algorithm.importance_mask_level != AUTO and not is_masked:
+        yield (
+            f"algorithm.importance_mask_level {algorithm.importance_mask_level} without a mask has no effect: set "
+            "algorithm.importance_mask, or importance_mask_level auto"
+        )
+    if algorithm.loss != SAPO and (algorithm.sapo_positive, algorithm.sapo_negative) != (1.0, 1.05):
+        yield (
+            f"algorithm.sapo_positive {algorithm.sapo_positive:g} and sapo_negative {algorithm.sapo_negative:g} with "
+            f"algorithm.loss {algorithm.loss!r} have no effect: set algorithm.loss {SAPO}, or remove them"
+        )
     if cap < 1:
         yield (
             f"algorithm.importance_cap {cap:g} is below 1: use at least 1, or algorithm.importance none for no importance "
@@ -293,12 +341,15 @@ def validate_algorithm(algorithm: Algorithm, samples: int, compute_dtype: str) -
             )
     is_auto = algorithm.importance == AUTO
     why = f" (auto, in model.compute_dtype {compute_dtype})" * is_auto
-    given = limits | {"cap": cap if is_auto and cap != Algorithm.importance_cap else 0}
+    given = limits | {
+        "mask_low": algorithm.importance_mask_low,
+        "cap": cap if is_auto and cap != Algorithm.importance_cap else 0,
+    }
     for name, value in given.items():
         if value and level == NONE:
             yield (
                 f"algorithm.importance_{name} {value:g} with algorithm.importance none{why} has no effect: set "
-                f"algorithm.importance token or sequence, or remove algorithm.importance_{name}"
+                f"algorithm.importance token, sequence or geometric, or remove algorithm.importance_{name}"
             )
 
 

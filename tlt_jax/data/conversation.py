@@ -22,8 +22,9 @@ from tlt_jax.errors import DataError
 
 TOOL = "tool"  # role of the message with the result of a tool: {"role": "tool", "name": name, "content": text}
 ANSWER, PROBE = "AnswerOfThePolicy", "MessageOfTheEnvironment"  # contents that no template changes
+BREAK = "BreakInATextOfTheEnvironment"  # after the first letter of a special token's name, which is encoded as text
 CACHED = 256  # replies of environments whose tokens are kept
-HEAD = 64  # characters after an answer among which a stop text is looked for
+HEAD = 64  # characters after an answer, or its last tokens, where a stop text is looked for
 
 
 class Conversation:
@@ -43,6 +44,8 @@ class Conversation:
         self.config, self.tokenizer = config, tokenizer
         self.encoder = prompt_format.encoder(config, tokenizer, tools)
         self.added = set(tokenizer.added_tokens_decoder)
+        added = tokenizer.added_tokens_decoder.values()
+        self.special = [str(token) for token in added if token.special and len(str(token)) > 1]
         self.ends = {*eos_ids, tokenizer.eos_token_id}
         # What the template writes after an answer, to the token that ends it; empty without one.
         self.end: list[int] = []
@@ -74,7 +77,27 @@ class Conversation:
         if wrong := files.misfit(prompt, self.config.data.prompt_suffix):
             raise DataError(f"the prompt of row {named[ID]}: {wrong[0]}: {wrong[1]}")
         (found,) = self.encoder.prompts([{**named, "prompt": prompt}])
+        if BREAK in found.text:
+            start, rest = found.text.split(BREAK, 1)
+            tokens = [
+                *self.tokenizer(start, add_special_tokens=False)["input_ids"],
+                *self._encode(rest),
+            ]
+            text = found.text.replace(BREAK, "")
+            found = replace(found, tokens=np.asarray(tokens, np.int32), text=text)
         return replace(found, row=dict(row))
+
+    def quoted(self, messages: Messages) -> list[dict[str, Any]]:
+        """The messages with a BREAK in each name of a special token; as they are without a chat template, which writes none."""
+        if not self.config.data.chat_template:
+            return [*messages]
+
+        def broken(text: Any) -> Any:
+            for name in self.special if isinstance(text, str) else ():
+                text = text.replace(name, name[0] + BREAK + name[1:])
+            return text
+
+        return [{key: broken(text) for key, text in message.items()} for message in messages]
 
     def continuation(self, answer: np.ndarray, messages: Messages) -> np.ndarray:
         """What follows an answer, int32 [T], to the start of the next one: int32 tokens.
@@ -97,6 +120,13 @@ class Conversation:
             tokens = self._encode(text[said:])
         return np.asarray(tokens, np.int32)
 
+    def is_cut(self, answer: np.ndarray) -> bool:
+        """Whether an answer has neither a token nor a stop text that ends one."""
+        if not self.ends.isdisjoint(answer[-1:].tolist()):
+            return False
+        tail = answer[-HEAD:].tolist()
+        return not any(stop in self.tokenizer.decode(tail) for stop in self.config.rollout.stop)
+
     def _after(self, key: str) -> tuple[str, list[int]]:
         """The text and tokens after an answer that the messages follow."""
         # Mistral's templates print the id of a call, of nine letters or digits.
@@ -115,7 +145,7 @@ class Conversation:
                         f"with the role {USER!r}"
                     )
             self.written.add(roles)
-        text = self._render(messages)
+        text = self._render(self.quoted(messages))
         return text, self._encode(text)
 
     def _render(self, messages: Messages, asks: bool = True) -> str:
@@ -152,8 +182,9 @@ class Conversation:
 
     def _encode(self, text: str) -> list[int]:
         # SentencePiece adds a blank to the start of a text; this one continues another.
-        found = self.tokenizer(self.tokenizer.eos_token + text, add_special_tokens=False)
-        return found["input_ids"][1:]
+        texts = [self.tokenizer.eos_token + part for part in text.split(BREAK)]
+        found = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return [token for part in found for token in part[1:]]
 
 
 def _check(messages: Messages) -> None:

@@ -7,15 +7,14 @@ import json
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grain
 import numpy as np
 
-from tlt_jax.config import Config, parse
+from tlt_jax.config import Config
 from tlt_jax.config.schema import DROP, Data
-from tlt_jax.data import adapter_files, files, prompt_format, tasks
+from tlt_jax.data import files, prompt_format, tasks
 from tlt_jax.data.files import ID, Problems
 from tlt_jax.data.prompt_format import Encoder, Prompt, token_bytes
 from tlt_jax.data.stop_rules import StopRules, stop_texts
@@ -152,32 +151,6 @@ class Dataset:
         return (order.shuffle() if self.config.data.shuffle else order).repeat()
 
 
-def tokenizer(config: Config) -> Any:
-    """The tokenizer of model.tokenizer, else of model.path, else of the generated task.
-
-    Raises DataError when it cannot be loaded or has no EOS token.
-    """
-    knob = "model.tokenizer" if config.model.tokenizer else "model.path"
-    source = config.model.tokenizer or config.model.path
-    if not source and config.data.train:
-        raise DataError("data.train needs a tokenizer: set model.path or model.tokenizer")
-    if not source:
-        return tasks.make(config.data.task, config.data.task_args).tokenizer()
-
-    path = adapter_files.tokenizer_source(parse.expand(source, knob))
-    if not Path(path).exists() and not parse.HUB_ID.fullmatch(path):
-        raise DataError(
-            f"{knob} {source!r} is neither a directory nor a hub id (owner/name): correct it"
-        )
-
-    loaded = prompt_format.load_tokenizer(path, f"{knob} {source!r}")
-    if loaded.eos_token_id is None:
-        raise DataError(
-            f"the tokenizer of {knob} {source!r} has no EOS token: add eos_token to its tokenizer_config.json"
-        )
-    return loaded
-
-
 def stop_rules(config: Config, tokenizer: Any) -> StopRules | None:
     """The rules for the texts of rollout.stop. Raises DataError for a tokenizer of unknown kind."""
     if not config.rollout.stop:
@@ -265,7 +238,7 @@ def _load_files(config: Config, encoder: Encoder) -> Dataset:
     every, counts = encoder.prompts(rows), {"rows": len(rows)}
     train, known = every, set()
     if data.duplicates == DROP:
-        train = _different(every, lambda prompt: prompt.text)
+        train = _different(every, lambda one: one.text if one.row["prompt"] else (one.id,))
         counts["duplicates"] = len(every) - len(train)
     if data.eval:
         held_out = encoder.prompts(eval_rows)
@@ -278,7 +251,7 @@ def _load_files(config: Config, encoder: Encoder) -> Dataset:
         held_out = [train[i] for i in sorted(order[: data.eval_size])]
         train = [train[i] for i in sorted(order[data.eval_size :])]
     if data.duplicates == DROP or not data.eval:
-        known = {prompt.text for prompt in held_out}
+        known = {prompt.text for prompt in held_out if prompt.row["prompt"]}
         new = [prompt for prompt in train if prompt.text not in known]
         counts["also_evaluation"] = len(train) - len(new)
         if not new and data.eval:
@@ -323,11 +296,11 @@ def _different(prompts: list[Prompt], key: Callable[[Prompt], Hashable]) -> list
 
 
 def _split_order(config: Config, prompts: Sequence[Prompt]) -> list[int]:
-    """The positions of the prompts, those that are held out first: by a hash of data.split_seed and the prompt."""
+    """The positions of the prompts, those that are held out first: by a hash of data.split_seed and the prompt, or the id."""
     seed = config.data.split_seed
 
     def place(position: int) -> bytes:
-        prompt = prompts[position].row["prompt"]
+        prompt = prompts[position].row["prompt"] or prompts[position].id
         if not isinstance(prompt, str):
             prompt = json.dumps([[message["role"], message["content"]] for message in prompt])
         return hashlib.sha256(f"{seed} {prompt}".encode()).digest()
@@ -338,12 +311,13 @@ def _split_order(config: Config, prompts: Sequence[Prompt]) -> list[int]:
 def _short_enough(prompts: list[Prompt], data: Data) -> tuple[list[Prompt], int]:
     """The prompts of 1 to data.max_prompt_tokens tokens, and how many were longer.
 
-    Raises DataError for a prompt without tokens, and when the share of longer ones exceeds MOST_TOO_LONG.
+    Raises DataError for a prompt without tokens that no environment says, and when the share of longer ones exceeds
+    MOST_TOO_LONG.
     """
     problems, limit = Problems(), data.max_prompt_tokens
     what, fix = "the prompt has no tokens", "change the prompt or the tokenizer"
     for prompt in prompts:
-        if not len(prompt.tokens):
+        if prompt.row["prompt"] and not len(prompt.tokens):
             problems.add(prompt.id, None, what, fix)
     problems.stop_if_any()
     kept = [p for p in prompts if len(p.tokens) <= limit]

@@ -75,6 +75,7 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 KINDS = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
 NO_FILE = f"no {KINDS} file there"
 ABSENT = object()  # the value of a column that a row does not have
+UNREFERENCED = {"environment", "format"}  # rewards that read no reference answer
 LONE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: json.loads joins whole ones
 
 
@@ -393,6 +394,7 @@ TAIL = 40  # last characters of a reference that a problem shows
 def read(config: Config, knob: str, source: str, problems: Problems) -> list[dict[str, Any]]:
     """The rows of a source with the mapped columns "prompt" and "answer", and their ids as ID, and as "id" if they have none.
 
+    Both are "" where a row may lack them, see `optional_roles`.
     And "solution", when the run has a supervised warm start and the source is data.train.
     """
     data = config.data
@@ -402,14 +404,19 @@ def read(config: Config, knob: str, source: str, problems: Problems) -> list[dic
     if config.sft.steps and knob == "data.train":
         mapping["solution"] = config.sft.solution_column
 
+    optional = optional_roles(config)
     rows, first_seen = [], {}
     for name, path, found in _sources(parse.expand(source, knob), knob, problems):
         for role, column in mapping.items():
-            _check_column(found, role, column, data, path, problems)
+            given = [
+                one for one in found if role not in optional or not is_empty(cell(one[1], column))
+            ]
+            _check_column(given, role, column, data, path, problems)
         if NUMBERS & set(config.reward.terms):
             _check_numbers(found, data.answer_column, path, problems)
         for line, raw in found:
             mapped = {role: cell(raw, column) for role, column in mapping.items()}
+            mapped |= {role: "" for role in optional if is_empty(mapped[role])}
             is_named = mapped.get("id") not in (None, ABSENT)
             mapped = {"id": f"{name}:{line}"} | mapped
             mapped |= {role: text_of(mapped[role]) for role in mapped if role != "prompt"}
@@ -422,6 +429,23 @@ def read(config: Config, knob: str, source: str, problems: Problems) -> list[dic
             rows.append({"id": row_id} | raw | mapped | {ID: row_id})
 
     return rows
+
+
+def optional_roles(config: Config) -> set[str]:
+    """What rows of an environment may lack: an answer that no reward reads, and a prompt, but for a warm start."""
+    terms = config.reward.terms.keys()
+    optional = {"answer"} if "environment" in terms and terms <= UNREFERENCED else set()
+    return optional | ({"prompt"} if config.environment.path and not config.sft.steps else set())
+
+
+def is_empty(value: Any) -> bool:
+    """Whether the value of a column says nothing."""
+    return (
+        value is ABSENT
+        or value is None
+        or (isinstance(value, str) and not value.strip())
+        or value == []
+    )
 
 
 def _sources(
@@ -466,7 +490,7 @@ def _check_column(
                 known = ", ".join(map(repr, others)) or "none: the rows are empty"
                 fix = f"set {knob} to one of {known}"
             problems.add(path, line, f"no column {column!r}", fix)
-        elif value is None or (isinstance(value, str) and not value.strip()) or value == []:
+        elif is_empty(value):
             what = "empty prompt" if role == "prompt" else f"no {role}"
             problems.add(path, line, what, f"fill in column {column!r} or drop the row")
         elif role == "prompt" and isinstance(value, list):

@@ -25,10 +25,12 @@ class PackedRows(NamedTuple):
     examples of a row from 1; 0 is padding. Values of an answer token are at the position that predicts it, one before the
     token: `targets` holds its id there, and `is_answer` says where an answer's token is to be predicted. There, floats
     are 0 elsewhere. A log-prob is named after whose it is: of the rollout that drew the token, of the old policy before the
-    first minibatch (None: those of the update itself, so that ratios are 1), of the frozen reference, and of the policy in
-    its update, which exist in its loss alone. `weights`: of each target in the policy's loss, above 0 where this counts
-    it. `experts`: those that each token had in the rollout, see moe.record. `features`: the policy's hidden states that the
-    drafter reads; `states`: its normed last hidden states.
+    first minibatch (None: those of the update itself, so that ratios are 1), of the frozen reference, of a teacher (with
+    `teacher_ids` of the tokens that it finds most likely), and of the policy in its update, which exist in its loss alone.
+    `weights`: of each target in the policy's loss, above 0 where this counts it. `experts`: those that each token had in the
+    rollout, see moe.record. `support`: ids of the tokens from which each target was drawn, -1 after the last; log-probs are
+    then of these tokens and the target alone. `features`: the policy's hidden states that the drafter reads; `states`: its
+    normed last hidden states.
 
     A segment of a drafter's rows may start at any position of its sequence; attention does not reach tokens before it.
     """
@@ -47,6 +49,9 @@ class PackedRows(NamedTuple):
     features: Float[Array, "R T F"] | None = None
     states: Float[Array, "R T D"] | None = None
     experts: Integer[Array, "R T W"] | None = None
+    teacher_logprobs: Float[Array, "R T *K"] | None = None
+    teacher_ids: Int32[Array, "R T K"] | None = None
+    support: Int32[Array, "R T S"] | None = None
 
     @property
     def mask(self) -> Bool[Array, "R T"]:
@@ -93,7 +98,7 @@ def step_tokens(config: Config) -> int:
 
 
 class Example(NamedTuple):
-    """Token ids of a prompt and its answer; `uid` orders examples of equal length. `record`, `own`: as of recorder.Completion.
+    """Token ids of a prompt and its answer; `uid` orders examples of equal length. Others: as of recorder.Completion.
 
     Of `own` None all tokens are the policy's.
     """
@@ -103,6 +108,7 @@ class Example(NamedTuple):
     answer: np.ndarray
     record: np.ndarray | None = None
     own: np.ndarray | None = None
+    support: np.ndarray | None = None
 
     @property
     def length(self) -> int:
@@ -122,8 +128,8 @@ class Spans:
     lengths: np.ndarray
     counts: np.ndarray
 
-    def spread(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
-        """float64[A, R, T]: one value per example at all its targets; 0 elsewhere."""
+    def spread(self, values: Sequence[float] | Sequence[np.ndarray]) -> np.ndarray:
+        """float64[A, R, T]: one value per example, or one for each of its targets, at these; 0 elsewhere."""
         return self.place(
             [np.full(n, value) for n, value in zip(self.lengths, values, strict=True)]
         )
@@ -153,6 +159,9 @@ def pack(
     experts = None
     if (record := examples[0].record) is not None:
         experts = np.full((*shape, record.shape[1]), np.iinfo(record.dtype).max, record.dtype)
+    support = None
+    if (kept := examples[0].support) is not None:
+        support = np.full((*shape, kept.shape[1]), -1, np.int32)
     for index, step, row, segment, start in places:
         example = examples[index]
         end, first = start + example.length, start + len(example.prompt) - 1
@@ -162,12 +171,16 @@ def pack(
         targets[step, row, first : end - 1] = example.answer
         is_answer[step, row, first : end - 1] = True if example.own is None else example.own
         answers[index] = step, row, first
+        if support is not None:
+            support[step, row, first : end - 1] = example.support
         if experts is not None:
             experts[step, row, start : start + len(example.record)] = example.record
 
     lengths = np.array([len(example.answer) for example in examples])
     counts = [len(one.answer) if one.own is None else int(one.own.sum()) for one in examples]
-    packed = PackedRows(tokens, positions, segments, targets, is_answer, experts=experts)
+    packed = PackedRows(
+        tokens, positions, segments, targets, is_answer, experts=experts, support=support
+    )
     return packed, Spans(shape, answers, lengths, np.array(counts))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jinja2.exceptions import TemplateError
 
 from tlt_jax.config import Config, changes, parse
-from tlt_jax.data import adapter_files
+from tlt_jax.data import adapter_files, tasks
 from tlt_jax.data.files import ID, USER, Problems, is_message, misfit, read_file
 from tlt_jax.errors import ConfigError, DataError
 
@@ -199,10 +199,16 @@ def describe(config: Config) -> str:
         parts += [f"system {changes.short(data.system)}"] if data.system else []
     parts += [f"suffix {changes.short(data.prompt_suffix)}"] if data.prompt_suffix else []
     parts += [f"stop {changes.short(rollout.stop)}"] if rollout.stop else []
-    parts.append(f"temperature {rollout.temperature:g}")
+    return f"prompts: {', '.join([*parts, describe_sampling(config)])}"
+
+
+def describe_sampling(config: Config) -> str:
+    """How answers are sampled."""
+    rollout = config.rollout
+    parts = [f"temperature {rollout.temperature:g}"]
     parts += [f"top-k {rollout.top_k}"] if rollout.top_k else []
     parts += [f"top-p {rollout.top_p:g}"] if rollout.top_p < 1 else []
-    return f"prompts: {', '.join(parts)}"
+    return ", ".join(parts)
 
 
 Messages = Sequence[dict[str, str]]  # a chat: {"role": text, "content": text} of each message
@@ -280,6 +286,32 @@ def token_id(word: Any) -> int | None:
     except (TypeError, ValueError):
         return None
     return number if 0 <= number < 2**31 and not isinstance(word, bool) else None
+
+
+def tokenizer_of(config: Config) -> Any:
+    """The tokenizer of model.tokenizer, else of model.path, else of the generated task.
+
+    Raises DataError when it cannot be loaded or has no EOS token.
+    """
+    knob = "model.tokenizer" if config.model.tokenizer else "model.path"
+    source = config.model.tokenizer or config.model.path
+    if not source and config.data.train:
+        raise DataError("data.train needs a tokenizer: set model.path or model.tokenizer")
+    if not source:
+        return tasks.make(config.data.task, config.data.task_args).tokenizer()
+
+    path = adapter_files.tokenizer_source(parse.expand(source, knob))
+    if not Path(path).exists() and not parse.HUB_ID.fullmatch(path):
+        raise DataError(
+            f"{knob} {source!r} is neither a directory nor a hub id (owner/name): correct it"
+        )
+
+    loaded = load_tokenizer(path, f"{knob} {source!r}")
+    if loaded.eos_token_id is None:
+        raise DataError(
+            f"the tokenizer of {knob} {source!r} has no EOS token: add eos_token to its tokenizer_config.json"
+        )
+    return loaded
 
 
 def find_tokenizer(directory: Path) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jax.sharding import Mesh
 
 from tlt_jax.data.packing import PackedRows
 from tlt_jax.distributed.mesh import put, sharding
-from tlt_jax.rollout.recorder import Emitted, Ended, Harvested, Poll
+from tlt_jax.rollout.recorder import Emitted, Ended, Harvested, Poll, Replied
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.decode_state import BROKEN, Features
 
@@ -51,9 +52,12 @@ class Replay:
     def __init__(self, config: ReplayConfig, group: int, mesh: Mesh):
         self.config, self.group, self.mesh, self.width = config, group, mesh, config.width
         self.step, self.request = 0, None  # of the current rollout
-        self.parts: dict[int, list[np.ndarray]] = {}  # of answers so far, by uid
+        # Of answers, by uid: tokens, and whether the policy chose them.
+        self.parts: dict[int, list[tuple[np.ndarray, bool]]] = {}
         self.broken: set[int] = set()  # uids of answers whose logits were not finite
-        self.answers: dict[int, dict[int, int]] = {}  # tokens of finished answers: step -> uid -> n
+        self.answers: dict[
+            int, dict[int, int]
+        ] = {}  # the policy's tokens of finished answers: step -> uid -> n
         self.awaited: dict[tuple[int, int], Window] = {}  # by uid and first position
         self.held: dict[Window, Features] = {}
         self.shardings: Features | None = None  # of harvested values
@@ -83,27 +87,36 @@ class Replay:
         for event in poll.events:
             match event:
                 case Emitted(uid, tokens, _, finish):
-                    self.parts.setdefault(uid, []).append(tokens)
+                    self.parts.setdefault(uid, []).append((tokens, True))
                     if finish == BROKEN:
                         self.broken.add(uid)
+                case Replied(uid, tokens) if tokens is not None:
+                    self.parts[uid].append((tokens, False))
                 case Ended(uid, _, length):
                     self.end(uid, length)
                 case Harvested(windows, values):
                     self.keep(windows, values)
 
     def end(self, uid: int, length: int) -> None:
-        """The sequence is finished: its windows are awaited, unless its logits were not finite."""
+        """The sequence is finished: its windows are awaited, unless its logits were not finite.
+
+        They take the place of those from before it went on. Windows that only others wrote are left out.
+        """
         if uid in self.broken:
-            del self.parts[uid]
             return
-        prompt = self.prompt(uid)
-        text = np.concatenate([prompt, *self.parts.pop(uid)]).astype(np.int32)
+        parts, answers = [(self.prompt(uid), False), *self.parts[uid]], self.answers[self.step]
+        text = np.concatenate([tokens for tokens, _ in parts]).astype(np.int32)
+        own = np.concatenate([np.full(len(tokens), is_own) for tokens, is_own in parts])
         if len(text) != length:
             raise ValueError(f"sequence {uid} has {length} tokens, {len(text)} were reported")
-        self.answers[self.step][uid] = length - len(prompt)
+        if uid in answers:
+            past = self.step, uid
+            self.held = {one: it for one, it in self.held.items() if (one.step, one.uid) != past}
+        answers[uid] = int(own.sum())
         for start in self.wanted(uid, length):
-            window = cut(text, self.step, uid, start, self.width, len(prompt))
-            self.awaited[uid, start] = window
+            window = cut(text, own, self.step, uid, start, self.width)
+            if window.learned:
+                self.awaited[uid, start] = window
 
     def keep(self, windows: tuple[tuple[int, int], ...], values: Features) -> None:
         """Stores values of awaited windows, as far as max_bytes allows.
@@ -193,41 +206,31 @@ def bytes_of(values: Features) -> int:
 class Window:
     """Positions start, start + 1, ... of a sequence that finished in RL step `step`; tokens: int32[n].
 
-    `prompt`, `length`: tokens of the sequence's prompt and of the whole sequence. Its last token is in no window: the
-    policy has no features of it, and no loss reads the drafter's slot there.
+    `answer`: tokens of the whole answer that the policy chose; `loss_mask`: bool[n], the next token is one of them. The
+    sequence's last token is in no window: the policy has no features of it, and no loss reads the drafter's slot there.
     """
 
     step: int
     uid: int
     start: int
-    prompt: int
-    length: int
+    answer: int
     tokens: np.ndarray
+    loss_mask: np.ndarray
 
     @property
     def size(self) -> int:
         return len(self.tokens)
 
-    @property
-    def answer(self) -> int:
-        """Tokens of the whole answer."""
-        return self.length - self.prompt
-
-    @property
+    @cached_property
     def learned(self) -> int:
-        """Positions whose next token is one of the answer."""
-        return self.start + self.size - max(self.start, self.prompt - 1)
-
-    @property
-    def loss_mask(self) -> np.ndarray:
-        """bool[n]: the next token is one of the answer."""
-        return np.arange(self.start, self.start + self.size) >= self.prompt - 1
+        """Positions that the mask keeps."""
+        return int(self.loss_mask.sum())
 
 
-def cut(text: np.ndarray, step: int, uid: int, start: int, width: int, prompt: int) -> Window:
-    """The window of `width` positions of a whole sequence int32[length], shorter at its end."""
-    tokens = text[start : min(start + width, len(text) - 1)]
-    return Window(step, uid, start, prompt, len(text), tokens)
+def cut(text: np.ndarray, own: np.ndarray, step: int, uid: int, start: int, width: int) -> Window:
+    """The window of `width` positions of a whole sequence int32[length], shorter at its end; `own`: the policy's tokens."""
+    end = min(start + width, len(text) - 1)
+    return Window(step, uid, start, int(own.sum()), text[start:end], own[start + 1 : end + 1])
 
 
 def wanted(

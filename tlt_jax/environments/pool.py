@@ -19,8 +19,7 @@ from typing import Any
 
 from tlt_jax.config import Config, extension
 from tlt_jax.distributed import workers
-from tlt_jax.environments.protocol import Call, Reply
-from tlt_jax.environments.worker import CLOSE_S
+from tlt_jax.environments.protocol import CLOSE_S, Call, Reply, Sampled
 from tlt_jax.errors import EnvironmentsError
 
 SILENT_S = 15.0  # seconds without a beat, beyond the limit of a turn, after which a worker as a whole hangs
@@ -68,6 +67,7 @@ class Environments:
                 )
         self.config = config
         self.schemas: list[dict[str, Any]] = []  # JSON schemas of the tools
+        self.are_agents = False
         self._changed = threading.Condition()
         self._serials = itertools.count()
         self._seats: dict[Hashable, Seat] = {}
@@ -105,8 +105,10 @@ class Environments:
             self._waiting.append((key, job))
             self._settle()
 
-    def act(self, key: Hashable, text: str, calls: Sequence[Call] = ()) -> None:
-        """One turn of the policy: its text, and the tool calls that were parsed from it.
+    def act(
+        self, key: Hashable, text: str, calls: Sequence[Call] = (), sampled: Sampled | None = None
+    ) -> None:
+        """One turn of the policy: its text, and the tool calls that were parsed from it; for an agent its tokens.
 
         Without effect when the environment has crashed and `news` will say so. Raises ValueError for a key that is not live
         or has a turn under way.
@@ -120,7 +122,8 @@ class Environments:
                     f"environment {key!r} {'has a turn under way' if seat else 'is not live'}"
                 )
             seat.is_busy = True
-            seat.host.outbox.put(pickle.dumps(("act", seat.serial, text, tuple(calls))))
+            turn = (text, tuple(calls), sampled)[: 3 if self.are_agents else 2]
+            seat.host.outbox.put(pickle.dumps(("act", seat.serial, *turn)))
 
     def news(self) -> dict[Hashable, Reply]:
         """The replies since the last call, by key; never waits. A key is free after a reply that is done.
@@ -228,14 +231,19 @@ class Environments:
         kind, *content = message
         with self._changed:
             if kind == "ready":
-                host.is_ready, self._failed_starts, (self.schemas,) = True, 0, content
+                host.is_ready, self._failed_starts = True, 0
+                self.schemas, self.are_agents = content
             elif kind == "refused":
                 self._fatal = content[0]
             elif kind == "beat":
                 self._look(host, *content)
             else:
                 serial, *reply = content
-                self._answer(host, serial, Reply(*reply)._replace(messages=tuple(reply[0])))
+                self._answer(
+                    host,
+                    serial,
+                    Reply(*reply)._replace(messages=tuple(reply[0]), tokens=tuple(reply[6])),
+                )
             if kind != "reply":
                 self._settle()
                 self._changed.notify_all()
@@ -281,10 +289,23 @@ def read(message: bytes) -> list[Any]:
     """A worker's message: its kind and content. Raises ValueError for any other form."""
     found = json.loads(message)
     match found:
-        case ["ready", list()] | ["refused", str()] | ["beat", int(), int()]:
+        case ["ready", list(), bool()] | ["refused", str()] | ["beat", int(), int()]:
             return found
-        case ["reply", int(), list(said), float(), bool(), str(), str(), dict(info)] if all(
-            isinstance(one, dict) for one in said
-        ) and all(isinstance(value, float) for value in info.values()):
+        case [
+            "reply",
+            int(),
+            list(said),
+            float(),
+            bool(),
+            str(),
+            str(),
+            dict(info),
+            list(tokens),
+            int(),
+        ] if (
+            all(isinstance(one, dict) for one in said)
+            and all(isinstance(value, float) for value in info.values())
+            and all(type(one) is int and 0 <= one < 2**31 for one in tokens)
+        ):
             return found
     raise ValueError("not a message of a worker")

@@ -22,6 +22,8 @@ from tlt_jax.errors import EnvironmentsError, UserError
 from tlt_jax.rewards import terms
 
 NO_TOOLS = ("reset", "get_reward", "close")  # public methods of an environment that are no tools
+ADDRESS = "base_url"  # the parameter by which a function is an agent, see environments.agents
+CLOSE_S = 5.0  # seconds that environments have to close at the end of a run
 TOOL_ERRORS = "tool_errors"  # of `info`: calls of a turn that failed
 RESULTS = (
     "(observation, reward, done, info), (observation, reward, terminated, truncated, info), a dict with observations, reward "
@@ -36,8 +38,16 @@ class Call(NamedTuple):
     arguments: dict[str, Any]
 
 
+Sampled = tuple[
+    list[int], list[float], str
+]  # tokens of a turn, their log-probs, and "stop" or "length"
+
+
 class Reply(NamedTuple):
-    """What an environment answers to a turn, or to its start."""
+    """What an environment answers to a turn, or to its start.
+
+    tokens: of an agent, instead of messages: its first prompt, or what it adds. most: tokens of the next turn; 0: any number.
+    """
 
     messages: tuple[dict[str, Any], ...] = ()  # chat messages; often none at the end
     reward: float = 0.0  # of this turn
@@ -45,13 +55,15 @@ class Reply(NamedTuple):
     failure: str = ""  # "timeout" | "crash" | "error", and then done
     detail: str = ""
     info: dict[str, float] = {}  # numbers of the environment, for metrics
+    tokens: tuple[int, ...] = ()
+    most: int = 0
 
 
 class Maker:
     """How environments of this configuration are made, and the tools of their policies.
 
-    `schemas`: JSON schemas of the tools. Raises EnvironmentsError or ConfigError for what cannot be imported or made, has
-    no step and no tools, or is a tool without a schema.
+    `schemas`: JSON schemas of the tools. `is_agent`: `make` is one, see environments.agents. Raises EnvironmentsError or
+    ConfigError for what cannot be imported or made, has no step and no tools, or is a tool without a schema.
     """
 
     def __init__(self, config: Config):
@@ -65,7 +77,12 @@ class Maker:
 
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="environments", daemon=True).start()
-        if self.make is not None and (sample := self._sample()):
+        self.is_agent = is_agent(self.make)
+        if self.is_agent and self.tools:
+            raise EnvironmentsError(
+                f"environment.path {self.knobs.path!r} is an agent, whose requests name its tools: remove environment.tools"
+            )
+        if self.make is not None and not self.is_agent and (sample := self._sample()):
             described += [getattr(sample, name) for name in methods(sample)]
         self.schemas = [schema(tool) for tool in described]
 
@@ -84,6 +101,8 @@ class Maker:
         if library in known:
             return partial(known[library], name)
         make = extension.load("environment.path", path)
+        if is_agent(make):
+            return make
         if reason := extension.misfit(make, **extras(make, {}) | args):
             raise EnvironmentsError(f"environment.args {args} do not fit {path!r}: {reason}")
         return make
@@ -224,6 +243,12 @@ def call_tool(
             error = describe(raised)
     content = f"error: {error}" if error else text
     return {"role": "tool", "name": call.name, "content": content}, bool(error)
+
+
+def is_agent(make: Any) -> bool:
+    """Whether a function has the parameter `base_url`."""
+    is_function = callable(make) and not isinstance(make, type | partial)
+    return is_function and ADDRESS in inspect.signature(make).parameters
 
 
 def is_stepped(world: Any) -> bool:

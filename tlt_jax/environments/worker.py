@@ -14,16 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
 from tlt_jax.config import Config
 from tlt_jax.distributed.workers import LONGEST, describe, tell
-from tlt_jax.environments.protocol import Episode, Maker, Reply
+from tlt_jax.environments.protocol import CLOSE_S, Maker, Reply
 from tlt_jax.errors import UserError
 
 THREADS = 256  # most turns at a time, besides those over their time limit
 STACK = 2**21  # bytes of a thread's stack: together they count as memory of the process
 BEAT_S = 0.2  # seconds between two looks at the time limits
-CLOSE_S = 5.0  # seconds that environments have to close at the end of a run
 
 
 @dataclass(eq=False)
@@ -40,30 +40,35 @@ class Turn:
 def serve(pipe: Connection, config: Config) -> None:
     """Plays the turns that the parent sends until it says "end" or closes its end of the socket.
 
-    Messages to the parent: ["ready", schemas] or ["refused", reason]; then ["reply", serial, *Reply], and every BEAT_S
-    seconds ["beat", turns over their limit, all turns].
+    Messages to the parent: ["ready", schemas, whether these are agents] or ["refused", reason]; then
+    ["reply", serial, *Reply], and every BEAT_S seconds ["beat", turns over their limit, all turns].
     """
     threading.stack_size(STACK)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         maker = Maker(config)
+        make = maker.episode
+        if maker.is_agent:
+            from tlt_jax.environments.agents import AgentServer  # which needs the extra `serve`
+
+            make = AgentServer(config, maker).__enter__().episode
     except UserError as error:
         tell(pipe, "refused", str(error))
         return
     except Exception as error:  # a user's module may raise anything
         tell(pipe, "refused", f"environment.path {config.environment.path!r}: {describe(error)}")
         return
-    tell(pipe, "ready", maker.schemas)
-    Stage(pipe, maker, config.environment.timeout_s).listen()
+    tell(pipe, "ready", maker.schemas, maker.is_agent)
+    Stage(pipe, make, config.environment.timeout_s).listen()
 
 
 class Stage:
     """The environments of a worker, by serial number, and their turns: at most one of each at a time."""
 
-    def __init__(self, pipe: Connection, maker: Maker, timeout_s: float):
-        self.pipe, self.maker, self.timeout_s = pipe, maker, timeout_s
-        self.episodes: dict[int, Episode] = {}
+    def __init__(self, pipe: Connection, make: Callable[..., Any], timeout_s: float):
+        self.pipe, self.make, self.timeout_s = pipe, make, timeout_s
+        self.episodes: dict[int, Any] = {}  # each an Episode or an Agent
         self.turns: dict[int, Turn] = {}
         self.waiting: deque[Turn] = deque()
         self.hung = 0
@@ -77,8 +82,8 @@ class Stage:
             if kind == "begin":
                 self._add(Turn(content[0], partial(self._begin, *content)))
             elif kind == "act":
-                serial, text, calls = content
-                self._add(Turn(serial, partial(self.episodes[serial].step, text, calls)))
+                serial, *turn = content
+                self._add(Turn(serial, partial(self.episodes[serial].step, *turn)))
             elif kind == "drop":
                 self._drop(content)
             else:
@@ -88,7 +93,7 @@ class Stage:
         row = pickle.loads(
             pickled
         )  # here, since its values may be of a class that cannot be imported
-        episode = self.episodes[serial] = self.maker.episode(row)
+        episode = self.episodes[serial] = self.make(row)
         return episode.reset(row, seed)
 
     def _add(self, *turns: Turn) -> None:

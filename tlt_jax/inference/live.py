@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -32,30 +33,35 @@ class Live:
     """Sequences share the rows of one rollout after the other. `submit` and `cancel` may be called from any thread.
 
     `longest`: most tokens of a prompt and its answer; `sampling`: of all sequences, since programs are compiled for it. The
-    noise of a sequence depends on train.seed and on how many came before it.
+    noise of a sequence depends on train.seed and on how many came before it, unless it has a seed.
     """
 
     def __init__(self, model: Model, name: str):
         self.rollouts, self.model = model.rollouts, name
         config, sizes = model.config, model.rollouts.model
         self.sampling, self.vocab = Sampling.of(config.rollout), sizes.vocab_size
+        self.stops, self.known = None, OrderedDict()
         usual = config.data.max_prompt_tokens + config.rollout.max_new_tokens
         self.longest = min(sizes.longest, usual)
         self.lock, self.awake = threading.Lock(), threading.Event()
         self.numbers = itertools.count()
         self.queue: OpenQueue | None = None
-        self.later: list[tuple[int, np.ndarray, int, Told]] = []  # for the next session
+        self.later: list[tuple[int, np.ndarray, int, Told, np.ndarray]] = []  # for the next session
         self.told: dict[int, tuple[int, Told]] = {}  # uid of the session -> handle, and who is told
         self.uids: dict[int, int] = {}
 
-    def submit(self, prompt: np.ndarray, most: int, told: Told) -> int:
-        """Starts a sequence: int32[P] prompt, at most `most` new tokens; its handle.
+    def submit(
+        self, prompt: np.ndarray, most: int, told: Told, seed: tuple[int, int] | None = None
+    ) -> int:
+        """Starts a sequence: int32[P] prompt, at most `most` new tokens; its handle. `seed`: as Backend.submit.
 
         `told` gets new tokens, their log-probs, and "" or the finish reason: stop, length, nonfinite or cancelled.
         """
         with self.lock:
             handle = next(self.numbers)
-            self.later.append((handle, prompt, most, told))
+            first, number = (self.rollouts.config.train.seed, handle) if seed is None else seed
+            key = sequence_keys(first, GENERATE_STREAM, 0, [number])[0]
+            self.later.append((handle, prompt, most, told, key))
             self.admit()
         self.awake.set()
         return handle
@@ -72,8 +78,7 @@ class Live:
     def admit(self) -> None:
         """Gives what waits to the session, if there is one; with the lock."""
         while self.queue and self.later:
-            handle, prompt, most, told = self.later[0]
-            key = sequence_keys(self.rollouts.config.train.seed, GENERATE_STREAM, 0, [handle])[0]
+            handle, prompt, most, told, key = self.later[0]
             uid = self.queue.add(prompt, most, key)
             if uid is None:
                 return

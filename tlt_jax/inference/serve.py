@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = arguments.host, arguments.port, arguments.token
         kwargs = config.data.chat_template_kwargs
         with Server(live, model.tokenizer, *place, template_kwargs=kwargs) as server:
-            print(f"{prompt_format.describe(config)}{makers}", file=sys.stderr)
+            print(f"{prompt_format.describe_sampling(config)}{makers}", file=sys.stderr)
             print(f"{live.model} at {server.url}: up to {live.longest} tokens", flush=True)
             try:
                 live.run(preempted)

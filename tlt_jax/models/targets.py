@@ -155,22 +155,49 @@ class Head(NamedTuple):
         return jax.lax.with_sharding_constraint(array, sharding(self.mesh, axes, layout))
 
 
+def shifted_logits(logits: Float[Array, "*A V"], temperature: float) -> tuple[Array, Array]:
+    """Logits over the temperature (0 counts as 1), less their maximum, and the sum of their exponentials."""
+    if temperature not in (0, 1):
+        # Padding stays finite.
+        logits = jnp.maximum(logits / temperature, jnp.finfo(logits.dtype).min)
+    shifted = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    return shifted, jnp.sum(jnp.exp(shifted), axis=-1)
+
+
+def log_softmax(logits: Float[Array, "*A V"], temperature: float) -> Float[Array, "*A V"]:
+    """Log-probabilities of all tokens."""
+    shifted, total = shifted_logits(logits, temperature)
+    return shifted - jnp.log(total)[..., None]
+
+
 @shaped
 def score(
     logits: Float[Array, "*A V"],
     targets: Int[Array, "*A"],
     temperature: float,
     entropy_learns: bool,
+    support: Int[Array, "*A S"] | None = None,
 ) -> tuple[Float[Array, "*A"], Float[Array, "*A"]]:
     """Log-probability of the targets and entropy, of logits over the temperature (0 counts as 1).
 
-    Reduces over V only, so V may be sharded. Without `entropy_learns` the entropy has no gradient.
+    Reduces over V only, so V may be sharded. Without `entropy_learns` the entropy has no gradient. With a `support` both are
+    of these tokens, -1 for none, and the target alone.
     """
-    if temperature not in (0, 1):
-        # Padding stays finite.
-        logits = jnp.maximum(logits / temperature, jnp.finfo(logits.dtype).min)
-    shifted = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    total = jnp.sum(jnp.exp(shifted), axis=-1)
+    shifted, total = shifted_logits(logits, temperature)
+    if support is not None:
+        # Some of them may be the target, which counts once.
+        ids = jnp.concatenate([targets[..., None], support], axis=-1)
+        values = jnp.take_along_axis(shifted, jnp.maximum(ids, 0), axis=-1)
+        is_kept = jnp.concatenate(
+            [
+                jnp.ones_like(targets, bool)[..., None],
+                (support >= 0) & (support != targets[..., None]),
+            ],
+            axis=-1,
+        )
+        shifted = jnp.where(is_kept, values, jnp.finfo(values.dtype).min)
+        shifted -= jax.lax.stop_gradient(jnp.max(shifted, axis=-1, keepdims=True))
+        total, targets = jnp.sum(jnp.exp(shifted), axis=-1), jnp.zeros_like(targets)
     ids = jax.lax.broadcasted_iota(targets.dtype, shifted.shape, shifted.ndim - 1)
     chosen = jnp.sum(jnp.where(ids == targets[..., None], shifted, 0), axis=-1)
     logprobs = chosen - jnp.log(total)
@@ -200,18 +227,45 @@ def target_logprobs(
     *,
     temperature: float,
     chunk: int,
+    support: Int[Array, "R T S"] | None = None,
 ) -> Float[Array, "R T"]:
-    """Log-probability of the ids where `is_target`, 0 elsewhere, from the last hidden states."""
+    """Log-probability of the ids where `is_target`, 0 elsewhere, from the last hidden states; `support`: as of `score`."""
+
+    def rule(logits: Array, chosen: tuple[Array, Array | None]) -> Array:
+        return score(logits, chosen[0], temperature, False, chosen[1])[0]
+
+    given = ids, support
+    return target_values(params, model, mesh, x, given, is_target, rule, chunk=chunk)
+
+
+def target_values(
+    params: Params,
+    model: ModelConfig,
+    mesh: Mesh,
+    x: Float[Array, "R T D"],
+    values: PyTree,
+    is_target: Bool[Array, "R T"],
+    rule: Callable[[Array, PyTree], PyTree],
+    *,
+    chunk: int,
+) -> PyTree:
+    """Arrays [R, T, ...] of what the rule makes of the logits [G, length, V] and `values` of targets; 0 elsewhere."""
     targets, head = Targets.of(is_target, mesh, chunk), Head.of(params, model, mesh)
-    copies, given = head.copies(head.weight.astype(x.dtype)), targets.gather((x, ids))
+    copies, given = head.copies(head.weight.astype(x.dtype)), targets.gather((x, values))
 
-    def one(index: Array, results: Array) -> Array:
+    def found(index: Array) -> PyTree:
         part, chosen = targets.part(given, index)
-        logits = head.visible(head.logits(copies, part))
-        return targets.put(results, score(logits, chosen, temperature, False)[0], index)
+        return rule(head.visible(head.logits(copies, part)), chosen)
 
-    results = jnp.zeros(targets.places.shape, widen(x.dtype))
-    return targets.spread(jax.lax.fori_loop(0, targets.chunks, one, results))
+    def one(index: Array, results: PyTree) -> PyTree:
+        return jax.tree.map(lambda to, part: targets.put(to, part, index), results, found(index))
+
+    groups, slots = targets.places.shape
+    results = jax.tree.map(
+        lambda leaf: jnp.zeros((groups, slots, *leaf.shape[2:]), leaf.dtype),
+        jax.eval_shape(found, jnp.int32(0)),
+    )
+    return jax.tree.map(targets.spread, jax.lax.fori_loop(0, targets.chunks, one, results))
 
 
 @shaped

@@ -8,9 +8,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from tlt_jax.config import Config
-from tlt_jax.config.schema import ADAPTIVE
-from tlt_jax.data import dataset as datasets, packing
+from tlt_jax.config import Config, validate
+from tlt_jax.config.schema import ADAPTIVE, SELF
+from tlt_jax.data import packing, prompt_format
 from tlt_jax.drafter import recipe as drafter_recipe, update as drafter_update
 from tlt_jax.drafter.idle_training import MOST_TOKENS
 from tlt_jax.drafter.update import MicroStep
@@ -32,7 +32,7 @@ from tlt_jax.rollout.request import block_size, bucket_width
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
-from tlt_jax.train import adaptive, batch as batches, policy_update
+from tlt_jax.train import adaptive, batch as batches, policy_update, teacher as teachers
 from tlt_jax.train.memory import RESIDENT, ROLLOUT, cache_slots, caches, device_bytes, pick
 from tlt_jax.train.policy_update import Recipe
 from tlt_jax.tuner import make
@@ -42,7 +42,7 @@ def sizes(config: Config) -> ModelConfig:
     """The model of model.init if it has a vocab_size (no files needed), else that of the model directory."""
     if "vocab_size" in config.model.init:
         return hf_config.new_config(config.model.init, config.model.init["vocab_size"], ())
-    return from_config.model_config(config, datasets.tokenizer(config))
+    return from_config.model_config(config, prompt_format.tokenizer_of(config))
 
 
 def drafter(config: Config, model: ModelConfig) -> DrafterConfig | None:
@@ -71,9 +71,17 @@ def lower(
     names = "log-probs", "log-probs of the reference"
     base = policy_update.abstract_base(recipe)
     for name, scored in zip(names, batches.scored_policies(config, params, base), strict=False):
-        plain = rows._replace(old_logprobs=None, reference_logprobs=None)
-        scores = partial(programs.score.lower, scored, plain)
+        scores = partial(programs.score.lower, scored, batches.bare(rows))
         yield PlannedProgram(name, scores, recipe.mesh, resident)
+    if (teaching := teachers.recipe_of(config, recipe)) and config.algorithm.teacher.path != SELF:
+        weights = policy_update.abstract_policy(teaching)
+        given, top_k = batches.bare(rows)._replace(experts=None), config.algorithm.teacher.top_k
+        program = policy_update.programs(teaching).score
+        if top_k:
+            program = teachers.likeliest(teaching, top_k)
+        held = resident | {"teacher, else in the host's memory": device_bytes(weights)}
+        scores = partial(program.lower, weights, given)
+        yield PlannedProgram("log-probs of the teacher", scores, recipe.mesh, held)
     accumulate = partial(programs.accumulate.lower, sums, params, rows)
     holds = resident | pick(kinds, "gradients")
     yield PlannedProgram("policy gradients", accumulate, recipe.mesh, holds)
@@ -126,7 +134,8 @@ def lower_rollout(
     config: Config, recipe: Recipe, engine: Engine, holds: dict[str, int]
 ) -> Iterator[PlannedProgram]:
     """The largest program of each kind in a rollout, and the drafting chunk of each strategy."""
-    params = DecodingParams(Sampling.of(config.rollout), tuple(recipe.model.eos_ids), engine.stops)
+    eos_ids, ids = tuple(recipe.model.eos_ids), validate.kept(config)
+    params = DecodingParams(Sampling.of(config.rollout), eos_ids, engine.stops, ids)
     sizes = config.data.max_prompt_tokens, config.rollout.prompts, cache_slots(config)
     window = 0
     if config.speculation.drafter == ADAPTIVE:

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from tlt_jax.config import Config
+from tlt_jax.config.schema import is_at_least
 from tlt_jax.distributed import workers as processes
 from tlt_jax.distributed.workers import LONGEST, MAX_FAILED_STARTS, START_S
 from tlt_jax.errors import RewardError
@@ -24,7 +25,7 @@ from tlt_jax.rewards import terms
 from tlt_jax.rewards.worker import start_thread
 
 # Reward terms, with verl's names: the penalty, and whether there is one.
-PENALTY, IS_PENALIZED = "overlong_reward", "overlong"
+PENALTY, IS_PENALIZED, LENGTH_PENALTY = "overlong_reward", "overlong", "length_penalty"
 
 log = logging.getLogger(__name__)
 
@@ -372,4 +373,28 @@ def penalized(
             lost = penalty(lengths[uid], longest, reward.overlong_buffer, reward.overlong_factor)
             parts = dict(score.parts) | {PENALTY: lost, IS_PENALIZED: float(lost < 0)}
             found[uid] = replace(score, value=score.value + lost, parts=parts)
+    return found
+
+
+def shortened(
+    config: Config, scores: Mapping[int, Score], lengths: Mapping[int, int]
+) -> dict[int, Score]:
+    """The scores, by uid, in which right answers to a prompt lose reward.length_penalty by their length, as a term of its own.
+
+    (length - shortest) / (longest - shortest) of it, of the right answers to one prompt: the length reward of Kimi k1.5
+    (arXiv 2501.12599, section 2.3.3) for right answers, less its constant.
+    """
+    weight, samples, found = config.reward.length_penalty, config.rollout.samples, dict(scores)
+    if not weight:
+        return found
+    groups: dict[int, list[int]] = {}
+    for uid, score in scores.items():
+        if is_at_least(score.value, config.eval.correct_at) and not score.failure:
+            groups.setdefault(uid // samples, []).append(uid)
+    for uids in groups.values():
+        shortest, longest = (pick(lengths[uid] for uid in uids) for pick in (min, max))
+        for uid in uids:
+            lost = -weight * (lengths[uid] - shortest) / max(longest - shortest, 1)
+            parts = dict(scores[uid].parts) | {LENGTH_PENALTY: lost}
+            found[uid] = replace(scores[uid], value=scores[uid].value + lost, parts=parts)
     return found

@@ -64,6 +64,20 @@ def _number_of(row: dict[str, Any]) -> answers.Amount:
     return wanted
 
 
+def partial_credit(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    """The reward of configs/gsm8k_qwen3_1.7b_parity.yaml, of answers `...</reasoning>...<answer>\\boxed{5}</answer>`.
+
+    1 for the right number in this form, each tag once and in this order; 0.5 for it in another form; 0.1 for another number
+    in this form; else 0.
+    """
+    tags = ("</reasoning>", "<answer>", "</answer>")
+    places = [completion.find(tag) for tag in tags]
+    is_formed = places == sorted(places) and all(completion.count(tag) == 1 for tag in tags)
+    if gsm8k(prompt, completion, row):
+        return 1.0 if is_formed else 0.5
+    return 0.1 if is_formed and answers.last_box(completion)[0] else 0.0
+
+
 def exact(prompt: str, completion: str, row: dict[str, Any]) -> float:
     """1 when the completion, without reasoning and outer whitespace, equals the reference."""
     return float(answers.visible(prompt, completion).strip() == row["answer"].strip())

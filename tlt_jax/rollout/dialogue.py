@@ -9,7 +9,7 @@ import numpy as np
 
 from tlt_jax.rollout.recorder import Emitted, Poll
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.spec_decode.decode_state import RUNNING, TURN
+from tlt_jax.spec_decode.decode_state import RUNNING, STOPPED, TRUNCATED, TURN
 
 APPEND_FROM = 256  # tokens of a sequence; fewer are prefilled in about the time of a round
 MORE = 4  # times as many tokens as the reply has
@@ -26,8 +26,11 @@ def reply_width(tokens: int) -> int:
 class Partner(Protocol):
     """Who replies to the policy; neither method waits."""
 
-    def hear(self, uid: int, turn: np.ndarray) -> None:
-        """Gets a turn of the policy in a sequence: its tokens int32[n], with the EOS or stop text that ended it."""
+    def hear(self, uid: int, turn: np.ndarray, logprobs: np.ndarray) -> None:
+        """Gets a turn of the policy in a sequence: its tokens int32[n], with the EOS or stop text, if one ended it."""
+
+    def most(self, uid: int) -> int:
+        """Most tokens of the next turn of a sequence, 0: any number."""
 
     def replies(self) -> dict[int, np.ndarray | None]:
         """What came since the last call: the tokens int32[n] to append, at least one; None: the sequence has ended."""
@@ -53,7 +56,7 @@ class Dialogue:
         self.request, self.partner, self.turn_tokens = request, partner, turn_tokens
         self.can_append = can_append
         self.parts: dict[int, list[np.ndarray]] = {}  # of open sequences: turns and replies so far
-        self.turns: dict[int, list[np.ndarray]] = {}  # the current turn
+        self.turns: dict[int, list[Emitted]] = {}  # the current turn
         self.known: dict[int, np.ndarray | None] = {}
 
     def listen(self, poll: Poll) -> None:
@@ -61,15 +64,22 @@ class Dialogue:
         for event in poll.events:
             if not isinstance(event, Emitted):
                 continue
-            self.turns.setdefault(event.uid, []).append(event.tokens)
+            self.turns.setdefault(event.uid, []).append(event)
             if event.finish == RUNNING:
                 continue
-            turn = np.concatenate(self.turns.pop(event.uid))
+            events = self.turns.pop(event.uid)
+            turn = np.concatenate([one.tokens for one in events])
             self.parts.setdefault(event.uid, []).append(turn)
             if event.finish == TURN:
-                self.partner.hear(event.uid, turn)
+                logprobs = np.concatenate([one.logprobs for one in events])
+                self.partner.hear(event.uid, turn, logprobs)
             else:
                 del self.parts[event.uid]
+
+    def turned(self, new: Emitted, limit: int) -> Emitted:
+        """The new tokens of a sequence with the limit of its turn: TURN after a stop, and at a limit below its whole one."""
+        is_cut = new.finish == TRUNCATED and limit < self.limit_of(new.uid)
+        return new._replace(finish=TURN) if is_cut or new.finish == STOPPED else new
 
     def take(self, uids: Collection[int]) -> dict[int, np.ndarray | None]:
         """The replies to these sequences that are there; None: it has ended."""
@@ -111,5 +121,5 @@ class Dialogue:
 
     def limit_at(self, uid: int, tokens: int) -> int:
         """Most tokens of a sequence whose next turn begins after so many."""
-        whole = self.limit_of(uid)
-        return min(whole, tokens + self.turn_tokens) if self.turn_tokens else whole
+        limits = self.turn_tokens, self.partner.most(uid)
+        return min([self.limit_of(uid), *(tokens + limit for limit in limits if limit)])

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from tlt_jax.config import Config
 from tlt_jax.config.schema import ADAPTIVE, NGRAM
-from tlt_jax.config.validate import answer_limit
+from tlt_jax.config.validate import answer_limit, kept
 from tlt_jax.data.stop_rules import StopRules
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.job import Job
@@ -183,8 +183,8 @@ class EngineBase:
         this rollout is then lost. With a `selection` (in all processes) the result has the answers to the chosen prompts
         alone, `on_finish` gets those that may be chosen, and the rollout ends as soon as the choice is known. A `partner`
         replies to the turns of the local groups' sequences, each of at most `turn_tokens` tokens (0: any number), see
-        Dialogue; nothing is harvested then. `arrivals`: the sequences of the request, which come meanwhile. Raises ConfigError
-        for a partner in a deterministic rollout, since what is decoded together depends on when replies come.
+        Dialogue. `arrivals`: the sequences of the request, which come meanwhile. Raises ConfigError for a partner in a
+        deterministic rollout, since what is decoded together depends on when replies come.
         """
         if partner and self.cost_table:
             raise ConfigError(
@@ -337,7 +337,8 @@ class Engine(EngineBase):
         The tokens of its rollout are a function of (weights, prompt, sampling, train.seed, stream,
         step, uid), where uid = position of the prompt * samples + sample. EOS defaults to that of
         the model. `rollouts_left`: how many like it the run decodes after it, for which programs
-        may pay. `records`: completions have the record of their tokens, of an engine that makes one. Raises ConfigError for
+        may pay. `records`: completions have what the update needs of their tokens: the record of an engine that makes one, and
+        the support with algorithm.support_replay. Raises ConfigError for
         prompts that cannot be decoded.
         """
         tokens = tuple(np.asarray(prompt, np.int32) for prompt in prompts)
@@ -354,6 +355,7 @@ class Engine(EngineBase):
                 sampling,
                 tuple(self.model_config.eos_ids if eos_ids is None else eos_ids),
                 self.stops,
+                kept(self.config) if records else 0,
             ),
             rounds=self.config.rollout.chunk,
             in_flight=IN_FLIGHT,

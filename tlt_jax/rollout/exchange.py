@@ -18,6 +18,8 @@ from tlt_jax.rollout.recorder import Completion, Decision, RolloutResult, Span
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.tuner.interface import Measurement
 
+OPTIONAL = "record", "support"  # arrays of a Completion that may be None
+
 # The RolloutResult.stats that merge to the largest of the processes' values; others are summed.
 LARGEST = (
     "seconds", "programs", "pool_programs", "pool_bytes", "compile_seconds", "idle_delay", "score_wait",
@@ -33,9 +35,10 @@ def packed(result: RolloutResult) -> bytes:
                 | {"tokens": len(one.tokens), "logprobs": one.logprobs.dtype.str}
                 | {"replies": [list(reply) for reply in one.replies]}
                 | {
-                    "record": None
-                    if one.record is None
-                    else [*one.record.shape, one.record.dtype.str]
+                    name: None
+                    if (array := getattr(one, name)) is None
+                    else [*array.shape, array.dtype.str]
+                    for name in OPTIONAL
                 }
                 for one in result.completions
             ],
@@ -86,11 +89,15 @@ def absent(fields: dict[str, Any]) -> Completion:
     length = (fields["tokens"],)
     tokens = np.broadcast_to(np.int32(0), length)
     logprobs = np.broadcast_to(np.zeros((), np.dtype(fields["logprobs"])), length)
-    if (record := fields["record"]) is not None:
-        *shape, dtype = record
-        record = np.broadcast_to(np.zeros((), np.dtype(dtype)), shape)
-    replies = tuple(map(tuple, fields["replies"]))
-    known = {"tokens": tokens, "logprobs": logprobs, "record": record, "replies": replies}
+    known = {
+        "tokens": tokens,
+        "logprobs": logprobs,
+        "replies": tuple(map(tuple, fields["replies"])),
+    }
+    for name in OPTIONAL:
+        if fields[name] is not None:
+            *shape, dtype = fields[name]
+            known[name] = np.broadcast_to(np.zeros((), np.dtype(dtype)), shape)
     return Completion(**(fields | known))
 
 
@@ -129,15 +136,21 @@ def exchanged(
 
 
 def content_of(answer: Completion) -> bytes:
-    """Tokens, log-probs and record of an answer, as bytes."""
-    record = b"" if answer.record is None else answer.record.tobytes()
-    return np.asarray(answer.tokens, np.int32).tobytes() + answer.logprobs.tobytes() + record
+    """Tokens, log-probs and the OPTIONAL arrays of an answer, as bytes."""
+    arrays = [np.asarray(answer.tokens, np.int32), answer.logprobs, *optional(answer).values()]
+    return b"".join(array.tobytes() for array in arrays)
 
 
 def size_of(answer: Completion) -> int:
     """Bytes of `content_of`."""
-    record = 0 if answer.record is None else answer.record.nbytes
-    return len(answer.tokens) * (np.dtype(np.int32).itemsize + answer.logprobs.itemsize) + record
+    others = sum(array.nbytes for array in optional(answer).values())
+    return len(answer.tokens) * (np.dtype(np.int32).itemsize + answer.logprobs.itemsize) + others
+
+
+def optional(answer: Completion) -> dict[str, np.ndarray]:
+    """Those of the OPTIONAL arrays that an answer has."""
+    found = {name: getattr(answer, name) for name in OPTIONAL}
+    return {name: array for name, array in found.items() if array is not None}
 
 
 def spans(answers: Sequence[Completion], uids: set[int]) -> list[tuple[int, int]]:
@@ -155,11 +168,14 @@ def filled(answers: Sequence[Completion], uids: set[int], data: bytes) -> list[C
         if one.uid in uids:
             tokens = np.frombuffer(data, np.int32, len(one.tokens), start)
             logprobs = np.frombuffer(data, one.logprobs.dtype, len(tokens), start + tokens.nbytes)
-            if (record := one.record) is not None:
-                first = start + tokens.nbytes + logprobs.nbytes
-                record = np.frombuffer(data, record.dtype, record.size, first).reshape(record.shape)
+            read, first = {}, start + tokens.nbytes + logprobs.nbytes
+            for name, array in optional(one).items():
+                read[name] = np.frombuffer(data, array.dtype, array.size, first).reshape(
+                    array.shape
+                )
+                first += array.nbytes
             start += size_of(one)
-            one = replace(one, tokens=tokens, logprobs=logprobs, record=record)
+            one = replace(one, tokens=tokens, logprobs=logprobs, **read)
         found.append(one)
     return found
 

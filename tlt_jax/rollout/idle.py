@@ -49,9 +49,10 @@ class IdleDriver:
     """Gives the rollout's idle groups work; the rollout's loop calls `poll` after each poll of the rollout.
 
     Work starts only with at least `least_seconds` of expected idle time, and never again in a group whose work ended early:
-    it had no piece, or an error. `groups`: those of all processes. `expected()`: seconds that the rollout is expected to take
-    still; `is_over()`: whether the groups of all processes are done. `delay`: seconds from the end of the rollout until the
-    last piece of work was done; `used`: seconds of idle work by group.
+    it had no piece, or an error. A group that waits for replies works once it has waited so long, for it is then expected to
+    wait as long again; without a piece it tries again later. `groups`: those of all processes. `expected()`: seconds that
+    the rollout is expected to take still; `is_over()`: whether the groups of all processes are done. `delay`: seconds from
+    the end of the rollout until the last piece of work was done; `used`: seconds of idle work by group.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class IdleDriver:
         self.is_shared = groups > len(rollout.states)
         self.working: set[int] = set()  # groups that get one piece after the other
         self.gave_up: set[int] = set()
+        self.waits: dict[int, float] = {}  # group that waits for replies -> since when
         self.has_ended = False  # RL work needs all groups: no work starts
         # group -> number and start of its piece, and the last poll that saw it running
         self.running: dict[int, tuple[int, float, float]] = {}
@@ -80,6 +82,9 @@ class IdleDriver:
         """Reads finished pieces and dispatches new ones; whether anything happened. Never waits."""
         rollout, now = self.rollout, self.rollout.clock.now()
         idle = {one for one in rollout.states if rollout.is_idle(one) or rollout.is_waiting(one)}
+        waits = {one for one, state in rollout.states.items() if state.awaits_replies}
+        self.waits = {one: self.waits.get(one, now) for one in waits}
+        idle -= {one for one, since in self.waits.items() if now - since < self.least_seconds}
         self.working &= idle - self.gave_up
         is_over = self.is_over()
         if is_over and math.isnan(self.over_at):
@@ -91,6 +96,8 @@ class IdleDriver:
             self.estimated_at = now
             if self.expected() >= self.least_seconds:
                 self.working |= idle - self.gave_up
+        if not self.has_ended:
+            self.working |= idle & waits - self.gave_up
         active = [one for one in rollout.states if one in self.working or one in self.running]
         return any([self.advance(group) for group in active])
 
@@ -127,7 +134,8 @@ class IdleDriver:
     def dispatch(self, group: int) -> list[Event]:
         """Dispatches the next piece of work."""
         if not self.work.dispatch(group):
-            self.gave_up.add(group)
+            if self.waits.pop(group, None) is None:
+                self.gave_up.add(group)
             return []
         self.pieces[group] += 1
         number = -self.pieces[group]  # the group's own programs count from 0, also after it

@@ -105,7 +105,8 @@ class Retired:
 class Emitted(NamedTuple):
     """New tokens int32[n] of a sequence, their log-probs, and RUNNING or the reason why it ended.
 
-    `accepted`: how many of the tokens a drafter had proposed. `record`: the target's of the token before each.
+    `accepted`: how many of the tokens a drafter had proposed. `record`: the target's of the token before each. `support`:
+    see decode.Report.
     """
 
     uid: int
@@ -114,6 +115,7 @@ class Emitted(NamedTuple):
     finish: int
     accepted: int = 0
     record: np.ndarray | None = None
+    support: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,8 @@ class Replied(NamedTuple):
 class Ended:
     """A sequence has ended, and not with logits that are not finite; emitted only with a harvester.
 
-    `row`: its current row; `length`: its tokens, with the prompt's. It has features of positions 0
-    to length - 2.
+    Also one that waits for a reply when its row is lent: it may go on, and then ends again. None of one that ends without a
+    row. `row`: its current row; `length`: its tokens, with the prompt's. It has features of positions 0 to length - 2.
     """
 
     uid: int
@@ -207,8 +209,9 @@ class Completion:
     """An answer: its tokens (with the EOS or stop sequence), their log-probs, and its finish reason, one of FINISH.
 
     `accepted`: how many of the tokens a drafter had proposed. `record`: the policy's of prompt and answer without the last
-    token, such as the experts of each; None: it keeps none. `replies`: first and end of what others wrote among the tokens,
-    whose log-probs are 0.
+    token, such as the experts of each; None: it keeps none. `support`: int32[tokens, K] ids of the tokens from which each was
+    drawn, -1 after the last; None: not asked for. `replies`: first and end of what others wrote among the tokens, whose
+    log-probs are 0, and which have no support.
     """
 
     uid: int
@@ -220,6 +223,7 @@ class Completion:
     accepted: int = 0
     record: np.ndarray | None = None
     replies: tuple[tuple[int, int], ...] = ()
+    support: np.ndarray | None = None
 
     @property
     def own(self) -> np.ndarray:
@@ -319,7 +323,11 @@ class RolloutRecorder:
                     first = sum(len(part.tokens) for part in self.parts[uid])
                     self.replies.setdefault(uid, []).append((first, first + len(tokens)))
                     silent = np.zeros(len(tokens), self.parts[uid][0].logprobs.dtype)
-                    self.parts[uid].append(Emitted(uid, tokens, silent, RUNNING))
+                    support = self.parts[uid][0].support
+                    if support is not None:
+                        support = np.full((len(tokens), support.shape[1]), -1, np.int32)
+                    part = Emitted(uid, tokens, silent, RUNNING, support=support)
+                    self.parts[uid].append(part)
                 case ReplyRecorded(uid, record):
                     self.parts[uid][-1] = self.parts[uid][-1]._replace(record=record)
                 case PromptsRecorded(prompts):
@@ -419,6 +427,9 @@ class RolloutRecorder:
             begun = self.prefilled.pop(uid, 0)
             first = self.prompts.pop(~uid) if begun else self.prompts[uid // self.samples]
             record = np.concatenate([first, *(part.record for part in parts[begun:])])
+        support = None
+        if parts[0].support is not None:
+            support = np.concatenate([part.support for part in parts])
         completion = Completion(
             uid,
             *divmod(uid, self.samples),
@@ -428,6 +439,7 @@ class RolloutRecorder:
             sum(part.accepted for part in parts),
             record,
             tuple(self.replies.pop(uid, ())),
+            support,
         )
         self.completions[uid] = completion
         self.lengths.append(len(completion.tokens))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import json
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -148,9 +147,8 @@ class Selecting:
         self.chooser = Chooser(selection, window, samples, in_waves)
         self.choice: KeptPrompts | None = None
         self.bound, self.cap = self.chooser.bound, self.chooser.cap
-        # Scores that are not sent: the answers that were begun here, by prompt; those that came, by sample too. An answer of
-        # several turns joins again where its conversation is prefilled again.
-        self.begun: defaultdict[int, set[int]] = defaultdict(set)
+        # Scores that are not sent: answers that were begun here, by prompt; the scores that came, by sample too.
+        self.begun: dict[int, set[int]] = {}
         self.held: dict[int, dict[int, float]] = {}
         self.unscored = self.sent = 0  # finished answers without a score; messages
         self.polled_at, self.waited, self.waits_since = -math.inf, 0.0, math.nan
@@ -162,11 +160,10 @@ class Selecting:
         return self.choice is not None
 
     def listen(self, poll: Poll) -> None:
-        """Counts the answers that begin."""
+        """Notes the answers that begin, of which those of several turns may join more than once."""
         for event in poll.events:
-            if isinstance(event, Decided):
-                for uid in event.decision.joining:
-                    self.begun[uid // self.samples].add(uid)
+            for uid in event.decision.joining if isinstance(event, Decided) else ():
+                self.begun.setdefault(uid // self.samples, set()).add(uid)
 
     def finished(
         self, on_finish: Callable[[Completion], None] | None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ class Sampling(Protocol):
 class Backend(Protocol):
     """An engine. `model`: its name. `vocab`: token ids are below it. `longest`: most tokens of a prompt and its answer.
 
+    stops: the texts at which answers may be cut; None: any. known: prompt and answer of conversations, which the server keeps.
     Its methods are called in the server's thread, and return at once.
     """
 
@@ -30,10 +32,15 @@ class Backend(Protocol):
     vocab: int
     longest: int
     sampling: Sampling
+    stops: Sequence[str] | None
+    known: OrderedDict[bytes, tuple[np.ndarray, np.ndarray]]
 
-    def submit(self, prompt: np.ndarray, most: int, told: Told) -> int:
+    def submit(
+        self, prompt: np.ndarray, most: int, told: Told, seed: tuple[int, int] | None = None
+    ) -> int:
         """Starts a sequence: int32[P] prompt, at most `most` new tokens; its handle. Raises UserError when it takes none.
 
+        The noise depends on `seed` alone: a seed and the number of the answer; None: the backend chooses.
         `told` may be called from any thread, and returns at once.
         """
 

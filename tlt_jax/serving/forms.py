@@ -52,16 +52,18 @@ class Refused(Exception):
 class Query:
     """A request: n answers to each of the prompts, which are token ids, at most `most` tokens long (None: as there is room).
 
-    usage: counts end a stream. ids: tokens are returned. numbers: tokens are named by their ids in log-probs. messages,
-    template and calls are a chat's: `template` has the tools and the arguments of the chat template as JSON, and `calls` is
-    how calls of tools are written, None when none are looked for.
+    seed: of the noise of each answer, with its number; None: the backend's. usage: counts end a stream. ids: tokens are
+    returned. numbers: tokens are named by their ids in log-probs. messages, template and calls are a chat's: `template` has
+    the tools and the arguments of the chat template as JSON, and `calls` is how calls of tools are written, None when none
+    are looked for.
     """
 
     route: str
-    model: str
+    backend: Backend
     prompts: list[list[int]]
     n: int
     most: int | None
+    seed: int | None
     stops: tuple[str, ...]
     stop_ids: frozenset[int]
     logprobs: bool
@@ -99,6 +101,9 @@ def query(
 
     n, most = get(settings, "n", int, 1), get(settings, "max_tokens", int, None)
     most = get(settings, "max_completion_tokens", int, most)
+    seed = get(settings, "seed", int, None)
+    if seed is not None and not 0 <= seed < 2**32:
+        raise Refused(f"seed {seed}: give 0 to {2**32 - 1}")
     if most is not None and most < 1:
         raise Refused(f"max_tokens {most}: give at least 1")
     if not 1 <= n * len(prompts) <= MOST_CHOICES:
@@ -107,6 +112,10 @@ def query(
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
         raise Refused(f"stop {short(stops)}: give texts")
+    if backend.stops is not None and (others := sorted({*stops} - {*backend.stops})):
+        raise Refused(
+            f"stop {short(others)}: answers of this run end at rollout.stop: add it there"
+        )
     ends = get(settings, "stop_token_ids", list, [])
     if not set(map(type, ends)) <= {int}:
         raise Refused(f"stop_token_ids {short(ends)}: give token ids")
@@ -116,7 +125,7 @@ def query(
     if count is not None and not 0 <= count <= 1:
         raise Refused(f"{name} {count}: only the sampled token's log-prob is known: ask for 1")
     return Query(
-        route, backend.model, prompts, n, most, tuple(stops), frozenset(ends),
+        route, backend, prompts, n, most, seed, tuple(stops), frozenset(ends),
         logprobs=get(body, "logprobs", bool, False) if route == CHAT else count is not None,
         stream=get(body, "stream", bool, False),
         usage=bool(get(body, "stream_options", dict, {}).get("include_usage")),
@@ -325,7 +334,7 @@ class Continuation:
 
 def head(asked: Query, has_prompt: bool) -> dict[str, Any]:
     """The start of a response, or of an event."""
-    out: dict[str, Any] = {"model": asked.model, "created": asked.created}
+    out: dict[str, Any] = {"model": asked.backend.model, "created": asked.created}
     if asked.route == GENERATE:
         out["request_id"] = asked.id
     else:

@@ -14,7 +14,6 @@ import os
 import socket
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import lru_cache, partial
@@ -67,8 +66,6 @@ class Server:
         name, port = f"[{host}]" if ":" in host else host, self.socket.getsockname()[1]
         self.url = f"http://{name}:{port}"
         self.open: set[asyncio.Queue] = set()  # what the sequences of each request are told
-        # The prompt and the answer of conversations, by `forms.key_of`.
-        self.known: OrderedDict[bytes, tuple[np.ndarray, np.ndarray]] = OrderedDict()
         self.conversation = lru_cache(CONVERSATIONS)(self._conversation)
         self.is_stopping = False
         routes = {
@@ -112,34 +109,39 @@ class Server:
 
         asyncio.run(serve())
 
+    def backend_of(self, token: str) -> Backend:
+        """What answers a client that sends this bearer token. Raises Refused."""
+        if self.token and not hmac.compare_digest(token.encode("latin-1"), self.token.encode()):
+            raise Refused("send the server's token: Authorization: Bearer TOKEN", 401)
+        return self.backend
+
     async def guarded(self, do: Callable[..., Any], request: Request) -> Response:
         """The response of a route to those who know the token, or an error."""
         try:
-            given = request.headers.get("authorization", "").encode("latin-1")
-            if self.token and not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
-                raise Refused("send the server's token: Authorization: Bearer TOKEN", 401)
+            given = request.headers.get("authorization", "")
+            backend = self.backend_of(given.removeprefix("Bearer "))
             if request.method == "POST":
-                return await do(request, await read_body(request, self.backend.model))
-            return await do(request)
+                return await do(request, backend, await read_body(request, backend.model))
+            return await do(request, backend)
         except ClientDisconnect:
             return Response(status_code=499)
         except (Refused, UserError) as error:
             return answered(forms.failure(error), getattr(error, "status", 400))
 
-    async def models(self, request: Request) -> Response:
+    async def models(self, request: Request, backend: Backend) -> Response:
         """The only model."""
-        card = {"id": self.backend.model, "object": "model", "created": 0, "owned_by": "tlt_jax"}
-        card["max_model_len"] = self.backend.longest
+        card = {"id": backend.model, "object": "model", "created": 0, "owned_by": "tlt_jax"}
+        card["max_model_len"] = backend.longest
         return answered({"object": "list", "data": [card]})
 
-    async def generate(self, request: Request, body: dict[str, Any]) -> Response:
+    async def generate(self, request: Request, backend: Backend, body: dict[str, Any]) -> Response:
         """Tokens for tokens, as vLLM's route of this name."""
-        asked = forms.query(GENERATE, body, [body.get("token_ids")], self.backend)
+        asked = forms.query(GENERATE, body, [body.get("token_ids")], backend)
         if asked.stops:
             self.text_tokenizer()
         return await self.respond(request, asked)
 
-    async def complete(self, request: Request, body: dict[str, Any]) -> Response:
+    async def complete(self, request: Request, backend: Backend, body: dict[str, Any]) -> Response:
         """Continues texts or token ids."""
         self.text_tokenizer()
         given = body.get("prompt")
@@ -148,9 +150,9 @@ class Server:
         if not isinstance(given, list):
             raise Refused(f"prompt is {short(given)}: give a text, token ids, or a list of these")
         prompts = [self.encoded(one) if isinstance(one, str) else one for one in given]
-        return await self.respond(request, forms.query(TEXT, body, prompts, self.backend))
+        return await self.respond(request, forms.query(TEXT, body, prompts, backend))
 
-    async def chat(self, request: Request, body: dict[str, Any]) -> Response:
+    async def chat(self, request: Request, backend: Backend, body: dict[str, Any]) -> Response:
         """Answers a conversation."""
         tokenizer, tools = self.text_tokenizer(), get(body, "tools", list, [])
         if (choice := body.get("tool_choice")) not in (None, "auto", "none"):
@@ -166,7 +168,7 @@ class Server:
             raise Refused("a chat template of your own is not supported: leave it out")
         template = json.dumps([tools, values], sort_keys=True)
         asked = forms.query(
-            CHAT, body, [self.prompt(messages, template)], self.backend, messages=messages,
+            CHAT, body, [self.prompt(backend, messages, template)], backend, messages=messages,
             template=template, calls=calls,
         )  # fmt: skip
         return await self.respond(request, asked)
@@ -183,13 +185,15 @@ class Server:
             raise Refused(f"the prompt has {files.HALF} ({lone}): {files.WHOLE}")
         return self.tokenizer(text, add_special_tokens=special)["input_ids"]
 
-    def prompt(self, messages: Sequence[dict[str, Any]], template: str) -> list[int]:
+    def prompt(
+        self, backend: Backend, messages: Sequence[dict[str, Any]], template: str
+    ) -> list[int]:
         """The tokens of a conversation, in which an answer of this server keeps its own. Raises Refused or DataError."""
         roles = [message["role"] for message in messages]
         past = len(roles) - (roles[::-1] + [files.ASSISTANT]).index(files.ASSISTANT)
         try:
             conversation = self.conversation(template)
-            if known := self.known.get(forms.key_of(template, messages[:past])):
+            if known := backend.known.get(forms.key_of(template, messages[:past])):
                 with suppress(DataError):  # a template that cannot write the rest alone writes all
                     after = conversation.continuation(known[1], messages[past:])
                     return np.concatenate([*known, after]).tolist()
@@ -210,9 +214,10 @@ class Server:
         if asked.route == CHAT and not isinstance(answer.reason, str):  # a stop text cut the text
             messages = [*asked.messages, *forms.messages_of([choice.message])]
             tokens = np.asarray(choice.prompt, np.int32), np.asarray(answer.tokens, np.int32)
-            self.known[forms.key_of(asked.template, messages)] = tokens
-            if len(self.known) > KNOWN:
-                self.known.popitem(last=False)
+            known = asked.backend.known
+            known[forms.key_of(asked.template, messages)] = tokens
+            if len(known) > KNOWN:
+                known.popitem(last=False)
 
     async def respond(self, request: Request, asked: Query) -> Response:
         """The answers: as they grow, or at their end."""
@@ -257,11 +262,13 @@ class Server:
             if self.is_stopping:
                 raise Refused(STOPPING, 503)
             for choice in choices:
-                room = self.backend.longest - len(choice.prompt)
-                handles[choice.index] = self.backend.submit(
+                backend = choice.asked.backend
+                room = backend.longest - len(choice.prompt)
+                handles[choice.index] = backend.submit(
                     np.asarray(choice.prompt, np.int32),
                     min(choice.asked.most or room, room),
                     partial(self.tell, queue, choice),
+                    None if choice.asked.seed is None else (choice.asked.seed, choice.index),
                 )
             while handles:
                 if (told := await queue.get()) is None:
@@ -277,14 +284,14 @@ class Server:
                 if part.finish:
                     handle = handles.pop(choice.index)
                     if not finish:
-                        self.backend.cancel(handle)
+                        choice.asked.backend.cancel(handle)
                     self.remember(choice)
                 yield choice, part
         finally:
             watch.cancel()
             self.open.discard(queue)
-            for handle in handles.values():
-                self.backend.cancel(handle)
+            for index, handle in handles.items():
+                choices[index].asked.backend.cancel(handle)
 
     def tell(self, queue: asyncio.Queue, *told: Any) -> None:
         """Passes on what a backend tells in one of its threads."""

@@ -52,6 +52,7 @@ class Report:
     """The tokens that a round or a chunk emitted: the first counts[b] of row b.
 
     `finish` is RUNNING, STOPPED, TRUNCATED or BROKEN. `record`: of the token before each, see interface.TokenRecord.
+    `support`: ids of the tokens from which each was drawn, -1 after the last, see DecodingParams.kept.
     """
 
     tokens: Int32[Array, "B R"]
@@ -61,6 +62,7 @@ class Report:
     rounds: Int32[Array, ""]
     stats: Stats
     record: Integer[Array, "B R W"] | None = None
+    support: Int32[Array, "B R K"] | None = None
 
 
 def decode_chunk(
@@ -75,7 +77,7 @@ def decode_chunk(
 
     The drafter may lack as many of the newest tokens as one round of the strategy can emit; `catch_up` handles more.
     """
-    strategy, record = decoder.strategy, decoder.target.record
+    strategy, record, kept = decoder.strategy, decoder.target.record, decoder.params.kept
     batch, most = state.roots.shape[0], rounds * strategy.path
     report = Report(
         tokens=jnp.zeros((batch, most), jnp.int32),
@@ -85,6 +87,7 @@ def decode_chunk(
         rounds=jnp.int32(0),
         stats=nothing(strategy, batch),
         record=record and jnp.zeros((batch, most, record.width), record.dtype),
+        support=jnp.zeros((batch, most, kept), jnp.int32) if kept else None,
     )
 
     def has_work(carry: tuple[DecodeState, NoiseAhead | None, Report]) -> Array:
@@ -167,11 +170,14 @@ def advance_round(
     ).astype(jnp.int32)
     counts, finish, stop_state = settle(params, state, tokens, walk.accepted, chosen.broken)
     stats = measure(tree, walk.path, counts, state.live, strategy)
-    logprobs = jnp.where(chosen.broken, 0, chosen.logprobs)
-    record = None
+    logprobs, record, support = chosen.logprobs, None, None
+    if params.kept:
+        support, share = supports(decoder, logits, walk.path)
+        logprobs -= share
+    logprobs = jnp.where(chosen.broken, 0, logprobs)
     if target.record:
         record = jnp.take_along_axis(target.record.of(scratch), walk.path[:, :, None], axis=1)
-    emitted = Report(tokens, logprobs, counts, finish, jnp.int32(1), stats, record)
+    emitted = Report(tokens, logprobs, counts, finish, jnp.int32(1), stats, record, support)
     last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     after = state.replace(
         roots=jnp.where(counts > 0, last, state.roots),
@@ -214,6 +220,22 @@ def choose_at(
 
     tokens = sampling.draw(scaled, alive, rule, noise, decoder.target.unrolls)
     return verify.Visit(tokens, *sampling.logprob(scaled, tokens))
+
+
+def supports(
+    decoder: Decoder, logits: Float[Array, "B N V"], path: Int32[Array, "B M"]
+) -> tuple[Int32[Array, "B M K"], Float[Array, "B M"]]:
+    """The tokens among which the target chooses at the nodes of a path, -1 after the last, and the log of their probability.
+
+    Of more than K, which only ties with the last can be, K.
+    """
+    rule, target = decoder.params.sampling, decoder.target
+    here = jnp.take_along_axis(logits, path[:, :, None], axis=1)
+    scaled = sampling.scale(here, rule)
+    kept = (target.filter or partial(sampling.filter, unrolls=target.unrolls))(scaled, rule)
+    values, ids = jax.lax.top_k(kept, decoder.params.kept)
+    share = jax.nn.logsumexp(kept, axis=-1) - jax.nn.logsumexp(scaled, axis=-1)
+    return jnp.where(values > -jnp.inf, ids, -1).astype(jnp.int32), share
 
 
 def chooses_at_once(decoder: Decoder, state: DecodeState) -> bool:
@@ -340,14 +362,15 @@ def append(report: Report, emitted: Report) -> Report:
         here = (column == (report.counts + m)[:, None]) & (m < emitted.counts)[:, None]
         tokens = jnp.where(here, emitted.tokens[:, m, None], tokens)
         logprobs = jnp.where(here, emitted.logprobs[:, m, None].astype(logprobs.dtype), logprobs)
-    record = report.record
-    if record is not None:
-        steps = jnp.arange(emitted.tokens.shape[1])
-        places = jnp.where(
-            steps < emitted.counts[:, None], report.counts[:, None] + steps, len(column)
-        )
-        rows = jnp.arange(len(record))[:, None]
-        record = record.at[rows, places].set(emitted.record, mode="drop", unique_indices=True)
+    steps = jnp.arange(emitted.tokens.shape[1])
+    places = jnp.where(steps < emitted.counts[:, None], report.counts[:, None] + steps, len(column))
+    rows = jnp.arange(len(tokens))[:, None]
+
+    def extended(whole: Array | None, new: Array | None) -> Array | None:
+        if whole is None:
+            return None
+        return whole.at[rows, places].set(new, mode="drop", unique_indices=True)
+
     return Report(
         tokens,
         logprobs,
@@ -355,5 +378,6 @@ def append(report: Report, emitted: Report) -> Report:
         jnp.where(emitted.finish == RUNNING, report.finish, emitted.finish),
         report.rounds + emitted.rounds,
         jax.tree.map(jnp.add, report.stats, emitted.stats),
-        record,
+        extended(report.record, emitted.record),
+        extended(report.support, emitted.support),
     )

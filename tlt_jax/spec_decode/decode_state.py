@@ -12,7 +12,7 @@ from tlt_jax.shapes import shaped
 from tlt_jax.spec_decode.interface import Drafter, PyTree, Target
 
 RUNNING, STOPPED, TRUNCATED, BROKEN = 0, 1, 2, 3  # BROKEN: the target's logits are not finite
-TURN = 4  # on the host: stopped, and the sequence may go on
+TURN = 4  # on the host: a turn has ended, and the sequence may go on
 
 
 @struct.dataclass

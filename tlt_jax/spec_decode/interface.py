@@ -99,12 +99,14 @@ class Sampling:
 class DecodingParams:
     """All that generated tokens depend on, besides weights and random keys.
 
-    `eos_ids`: tokens that end a sequence; `stops`: data.stop_rules.StopRules of the stop texts, or None.
+    `eos_ids`: tokens that end a sequence; `stops`: data.stop_rules.StopRules of the stop texts, or None. `kept`: ids that are
+    reported of the tokens that a filter kept, of which log-probs are then; 0: none, and log-probs are of all tokens.
     """
 
     sampling: Sampling = Sampling()
     eos_ids: tuple[int, ...] = ()
     stops: Any = None
+    kept: int = 0
 
 
 @struct.dataclass

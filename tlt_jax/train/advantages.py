@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tlt_jax.config.schema import REINFORCE_PP, TOLERANCE
+from tlt_jax.config.schema import MAXRL, NONE, PROMPT_MEAN, REINFORCE_PP, TOLERANCE
 
 STD_FLOOR = 1e-6  # added to the standard deviation of a group
 VARIANCE_FLOOR = 1e-8  # added to the variance of all tokens (reinforce_pp)
@@ -38,7 +38,18 @@ def dr_grpo_advantages(rewards: np.ndarray) -> np.ndarray:
     return rewards - rewards.mean(axis=1, keepdims=True)
 
 
-ADVANTAGES = {"grpo": grpo_advantages, "rloo": rloo_advantages, "dr_grpo": dr_grpo_advantages}
+def maxrl_advantages(rewards: np.ndarray) -> np.ndarray:
+    """(reward - group mean) / group mean (MaxRL, Tajwar et al. 2026, arXiv 2602.02710): rare successes count more.
+
+    Rewards are at least 0; 0 for a group whose mean is not above 0.
+    """
+    mean = rewards.mean(axis=1, keepdims=True)
+    return np.where(mean > 0, (rewards - mean) / np.where(mean > 0, mean, 1), 0)
+
+
+ADVANTAGES = {
+    "grpo": grpo_advantages, "rloo": rloo_advantages, "dr_grpo": dr_grpo_advantages, MAXRL: maxrl_advantages,
+}  # fmt: skip
 
 
 def group_advantages(
@@ -95,7 +106,7 @@ def answer_advantages(rewards: np.ndarray, lengths: np.ndarray, kind: str) -> np
     """Advantages float64[P, G] of rewards [P, G] of answers of `lengths` [P, G] tokens; `kind`: algorithm.advantage."""
     if kind == REINFORCE_PP:
         return whitened_advantages(rewards, lengths)
-    return group_advantages(rewards, kind)
+    return np.zeros(rewards.shape) if kind == NONE else group_advantages(rewards, kind)
 
 
 def penalized_advantages(
@@ -132,12 +143,17 @@ def penalized_advantages(
 
 
 def answer_weights(
-    lengths: np.ndarray, kind: str, max_new_tokens: int, is_kept: np.ndarray | None = None
+    lengths: np.ndarray,
+    kind: str,
+    max_new_tokens: int,
+    is_kept: np.ndarray | None = None,
+    prompts: Sequence[int] = (),
 ) -> np.ndarray:
     """Weight float64[n] of each token of the n answers of a minibatch; the loss is a weighted sum.
 
     token_mean: mean over all tokens (DAPO, arXiv 2503.14476). sequence_mean: mean over answers of
-    their token means (GRPO, arXiv 2402.03300). dr_grpo: sum over the tokens of an answer divided by
+    their token means (GRPO, arXiv 2402.03300). prompt_mean: mean over prompts of the means over all
+    tokens of their answers; `prompts` [n]: the prompt of each answer. dr_grpo: sum over the tokens of an answer divided by
     the longest length allowed, mean over answers (arXiv 2503.20783). `lengths` [n] in tokens.
     Answers that are not `is_kept` (bool[n]; None: all are) get 0, and the means are over the others;
     but dr_grpo divides by the number of all answers.
@@ -150,6 +166,10 @@ def answer_weights(
         weights = np.full(len(lengths), 1.0 / lengths[kept].sum())
     elif kind == "sequence_mean":
         weights = 1.0 / (kept.sum() * lengths)
+    elif kind == PROMPT_MEAN:
+        of_prompt = np.equal.outer(prompts, prompts) & kept
+        tokens = (of_prompt * lengths).sum(axis=1)
+        weights = 1.0 / (len({*np.asarray(prompts)[kept]}) * np.maximum(tokens, 1))
     else:
         weights = np.full(len(lengths), 1.0 / (len(lengths) * max_new_tokens))
     return np.where(kept, weights, 0.0)

@@ -72,7 +72,8 @@ def pack(
         packed = pack_rows(config, [example(prompts, answer) for answer in chosen])
         rows, places = packed
         weights = answer_weights(
-            places.counts, algorithm.aggregation, config.rollout.max_new_tokens, is_kept(config, chosen)
+            places.counts, algorithm.aggregation, config.rollout.max_new_tokens, is_kept(config, chosen),
+            [one.prompt for one in chosen],
         )  # fmt: skip
         logprobs = [answer.logprobs for answer in chosen]
         minibatches.append(
@@ -152,6 +153,12 @@ def penalized(
 
 
 @cache
+def replicated(mesh: Mesh) -> jax.stages.Wrapped:
+    """The jitted copy of an array to every device."""
+    return jax.jit(lambda one: one, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+@cache
 def token_kl(mesh: Mesh) -> jax.stages.Wrapped:
     """The jitted difference of log-probs and those of the reference, on every device."""
     return jax.jit(operator.sub, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -159,11 +166,15 @@ def token_kl(mesh: Mesh) -> jax.stages.Wrapped:
 
 def scored(programs: UpdatePrograms, params: Params, minibatch: Minibatch, field: str) -> Minibatch:
     """The minibatch with the log-probs under `params` stored in `field`."""
-    bare = [  # one program for both
-        rows._replace(old_logprobs=None, reference_logprobs=None) for rows in minibatch
-    ]
-    logprobs = policy_update.token_logprobs(programs, params, bare)
+    logprobs = policy_update.token_logprobs(programs, params, [bare(rows) for rows in minibatch])
     return [rows._replace(**{field: part}) for rows, part in zip(minibatch, logprobs, strict=True)]
+
+
+def bare(rows: PackedRows) -> PackedRows:
+    """The rows without what is computed before an update, so that one program serves all of it."""
+    return rows._replace(
+        old_logprobs=None, reference_logprobs=None, teacher_logprobs=None, teacher_ids=None
+    )
 
 
 def solutions(
@@ -185,16 +196,17 @@ def pack_rows(config: Config, examples: Sequence[Example]) -> tuple[PackedRows, 
 def make_batch(
     packed: tuple[PackedRows, Spans],
     recipe: Recipe,
-    weights: np.ndarray,
-    advantages: np.ndarray,
+    weights: Sequence[float] | Sequence[np.ndarray],
+    advantages: Sequence[float] | Sequence[np.ndarray],
     rollout_logprobs: Sequence[np.ndarray] | None = None,
     is_finite: np.ndarray | None = None,
+    **logprobs: Sequence[np.ndarray],
 ) -> Minibatch:
     """The packed rows on the mesh, by accumulation step.
 
-    weights[n], advantages[n] and is_finite[n] are per example, `rollout_logprobs` per answer token; of examples that are
-    not finite nothing is learned. Raises ValueError for an example longer than the recipe's `longest`, and for a row with
-    more examples than attention supports.
+    weights[n] and advantages[n] are per example, or per answer token of each; is_finite[n] is per example, and all
+    `logprobs`, by field, are per answer token. Of examples that are not finite nothing is learned. Raises ValueError for an
+    example longer than the recipe's `longest`, and for a row with more examples than attention supports.
     """
     (rows, spans), longest = packed, recipe.longest
     most = most_segments(rows.tokens.shape[-1])
@@ -209,7 +221,8 @@ def make_batch(
     own = rows.is_answer  # what others wrote in an answer has no loss
     rows = rows._replace(weights=spans.spread(weights) * own, advantages=spans.spread(advantages))
     if rollout_logprobs is not None:
-        rows = rows._replace(rollout_logprobs=spans.place(rollout_logprobs))
+        logprobs["rollout_logprobs"] = rollout_logprobs
+    rows = rows._replace(**{field: spans.place(values) for field, values in logprobs.items()})
     if is_finite is not None:
         rows = rows._replace(is_answer=own & (spans.spread(is_finite) > 0))
     steps = [
@@ -224,10 +237,13 @@ def abstract_rows(
     row_tokens: int,
     given: Sequence[str] = (),
     record: tuple[int, np.dtype] | None = None,
+    top_k: int = 0,
+    kept: int = 0,
 ) -> PackedRows:
     """ShapeDtypeStructs with shardings of the rows of an accumulation step, for compilation.
 
-    `given`: names of the log-probs that are not None. `record`: moe.record_shape of experts that are replayed.
+    `given`: names of the log-probs that are not None. `record`: moe.record_shape of experts that are replayed. `top_k`: of
+    the teacher; `kept`: ids of a support.
     """
 
     def array(dtype: jax.typing.DTypeLike, *width: int) -> jax.ShapeDtypeStruct:
@@ -236,7 +252,17 @@ def abstract_rows(
     integers, wide = [array(jnp.int32) for _ in range(4)], jnp.asarray(0.0).dtype
     floats = {name: array(wide) for name in ("weights", "advantages", *given)}
     experts = array(record[1], record[0]) if record else None
-    return PackedRows(*integers, array(jnp.bool_), **floats, experts=experts)
+    ids = array(jnp.int32, top_k) if top_k else None
+    if top_k:
+        floats["teacher_logprobs"] = array(wide, top_k)
+    return PackedRows(
+        *integers,
+        array(jnp.bool_),
+        **floats,
+        experts=experts,
+        teacher_ids=ids,
+        support=array(jnp.int32, kept) if kept else None,
+    )
 
 
 def abstract_rows_of(config: Config, recipe: Recipe) -> PackedRows:
@@ -245,12 +271,14 @@ def abstract_rows_of(config: Config, recipe: Recipe) -> PackedRows:
         "rollout_logprobs": True,
         "reference_logprobs": config.algorithm.kl_coef != 0,
         "old_logprobs": config.algorithm.minibatches > 1,
+        "teacher_logprobs": bool(config.algorithm.teacher.path),
     }
     given = [name for name, is_one in is_given.items() if is_one]
     is_replayed = validate.replays(config.algorithm, recipe.compute_dtype, recipe.model)
     record = moe.record_shape(recipe.model) if is_replayed else None
     sizes = packing.rows(config), packing.row_tokens(config)
-    return abstract_rows(recipe.mesh, *sizes, given, record)
+    kept = validate.kept(config)
+    return abstract_rows(recipe.mesh, *sizes, given, record, config.algorithm.teacher.top_k, kept)
 
 
 def scored_policies(config: Config, policy: Params, base: Params | None) -> list[Params]:
@@ -293,10 +321,13 @@ def example(prompts: Sequence[Prompt], answer: Completion) -> Example:
     So values that are not finite reach no other example of its row, as 0 times them would.
     """
     prompt, tokens, record = prompts[answer.prompt].tokens, answer.tokens, answer.record
+    support = answer.support
     if answer.finish == NONFINITE:
         prompt, tokens = np.zeros_like(prompt), np.zeros_like(tokens)
         record = None if record is None else np.full_like(record, np.iinfo(record.dtype).max)
-    return Example(answer.uid, prompt, tokens, record, answer.own if answer.replies else None)
+        support = None if support is None else np.full_like(support, -1)
+    own = answer.own if answer.replies else None
+    return Example(answer.uid, prompt, tokens, record, own, support)
 
 
 def is_finite(answers: Sequence[Completion]) -> np.ndarray:

@@ -15,7 +15,7 @@ from tlt_jax import atomic, cli, run_folder
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
 from tlt_jax.config import Config, load as configuration, validate
-from tlt_jax.data import dataset as datasets, packing
+from tlt_jax.data import dataset as datasets, packing, prompt_format
 from tlt_jax.data.adapter_files import has_tokenizer, tokenizer_source
 from tlt_jax.data.packing import Example
 from tlt_jax.data.prompt_format import Encoder
@@ -111,7 +111,7 @@ def find_tokenizer(config: Config) -> Any:
         directory = tokenizer_source(str(from_config.model_directory(config)))
         if Path(directory).is_dir() and not has_tokenizer(Path(directory)):
             return None
-    return datasets.tokenizer(config)
+    return prompt_format.tokenizer_of(config)
 
 
 def gather(setup: Setup, params: Params, interrupted: Callable[[], bool]) -> list[Example]:

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,14 @@ from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.data.tool_calls import format_of, parse_calls
 from tlt_jax.distributed.job import Job
 from tlt_jax.environments.pool import Environments
-from tlt_jax.environments.protocol import TOOL_ERRORS, Call, Reply
+from tlt_jax.environments.protocol import TOOL_ERRORS, Call, Reply, Sampled
 from tlt_jax.errors import DataError, EnvironmentsError
 from tlt_jax.keys import environment_seed
 from tlt_jax.rollout.recorder import Completion
 
 PAUSE_S = 2e-3  # between two looks at environments that open
+STOP, LENGTH = "stop", "length"  # how a turn ended, for agents
+OTHER = "an environment opened otherwise with the same row and seed"
 
 
 def are_used(config: Config) -> bool:
@@ -52,15 +54,26 @@ def check_alike(job: Job, prompts: Sequence[Prompt]) -> None:
         )
 
 
+def is_other(reply: Reply, opened: Reply) -> bool:
+    """Whether an environment has opened otherwise than one with the same row and seed."""
+    return (reply.messages, reply.tokens, reply.most) != (
+        opened.messages,
+        opened.tokens,
+        opened.most,
+    )
+
+
 @dataclass
 class Played:
     """What has happened between an environment and one answer."""
 
     key: Hashable
     last: np.ndarray | None = None  # the policy's last turn
-    waiting: tuple[str, list[Call]] | None = None  # a turn for an environment that still opens
+    waiting: tuple | None = None  # a turn for an environment that still opens
+    most: int = 0  # tokens of the next turn of an agent's conversation
     rewards: list[float] = field(default_factory=list)
     numbers: dict[str, float] = field(default_factory=dict)  # the last of each; of errors the sum
+    cut: int = 0  # turns that ended at environment.turn_tokens
     failure: str = ""
     is_heard: bool = False  # a turn of the policy waits for its reply
     unread: str = ""  # what is wrong with calls of the last turn that cannot be read
@@ -112,20 +125,36 @@ class Play:
             }
             time.sleep(PAUSE_S)
         self.opened = [found[index] for index in range(len(prompts))]
+        for index, opened in enumerate(self.opened):
+            self.played[index * self.samples].most = opened.most
         if all(reply.failure for reply in self.opened):
             first = self.opened[0]
             raise EnvironmentsError(
                 f"no environment opened: {first.failure}: {first.detail or 'see above'}: correct environment.path or its data"
             )
-        return [self.prompt(*pair) for pair in zip(prompts, self.opened, strict=True)]
+        made = [self.prompt(*pair) for pair in zip(prompts, self.opened, strict=True)]
+        most = self.config.data.max_prompt_tokens
+        for one in made:
+            if len(one.tokens) > most:
+                raise EnvironmentsError(
+                    f"the prompt of row {one.id} has {len(one.tokens)} tokens with what its environment says, and "
+                    f"data.max_prompt_tokens is {most}: raise it"
+                )
+        return made
 
     def prompt(self, prompt: Prompt, opened: Reply) -> Prompt:
         """A prompt with the messages of an environment after it; two of one role are joined."""
-        said = [dict(message) for message in opened.messages]
+        said = self.talk.quoted(opened.messages)
         given = prompt.row["prompt"]
+        if opened.tokens:
+            tokens = np.asarray(opened.tokens, np.int32)
+            return replace(prompt, tokens=tokens, text=self.tokenizer.decode(tokens))
+        if opened.failure and not given:  # its answers have no score
+            return replace(prompt, tokens=np.array([self.tokenizer.eos_token_id], np.int32))
         if not (said or given):
             raise EnvironmentsError(
-                f"row {prompt.id} has no prompt, and its environment says nothing at its start: let reset return text"
+                f"row {prompt.id} has no prompt, and its environment says nothing at its start: let reset return text, or set "
+                "data.prompt_column"
             )
         if not (said or self.pool.schemas):
             return prompt
@@ -135,16 +164,7 @@ class Play:
             last, first = before.pop(), said.pop(0)
             joint = "\n" if self.config.data.chat_template else ""
             said.insert(0, first | {"content": joint.join((last["content"], first["content"]))})
-        made, most = (
-            self.talk.opening([*before, *said], prompt.row),
-            self.config.data.max_prompt_tokens,
-        )
-        if len(made.tokens) > most:
-            raise EnvironmentsError(
-                f"the prompt of row {prompt.id} has {len(made.tokens)} tokens with what its environment says, and "
-                f"data.max_prompt_tokens is {most}: raise it"
-            )
-        return made
+        return self.talk.opening([*before, *said], prompt.row)
 
     def begin(self, uid: int, prompt: Prompt) -> Played:
         """Begins the environment of an answer."""
@@ -156,13 +176,18 @@ class Play:
         self.pool.begin(key, prompt.row, seed)
         return played
 
-    def hear(self, uid: int, turn: np.ndarray) -> None:
+    def most(self, uid: int) -> int:
+        """As Partner.most."""
+        return (self.played.get(uid) or self.opened[uid // self.samples]).most
+
+    def hear(self, uid: int, turn: np.ndarray, logprobs: np.ndarray) -> None:
         """As Partner.hear: the environment plays the turn."""
         opened = self.opened[uid // self.samples]
         played = self.played.get(uid)
         if is_new := played is None:
             played = self.begin(uid, self.prompts[uid // self.samples])
         played.last, played.is_heard = turn, True
+        played.cut += self.talk.is_cut(turn)
         if opened.failure:
             played.failure = f"{opened.failure}: {opened.detail}"
         if played.failure:  # it may have crashed while the policy spoke
@@ -182,10 +207,16 @@ class Play:
                 else:
                     self.end(uid)
                 return
+        said = text, calls, self.sampled(turn, logprobs) if self.pool.are_agents else None
         if is_new:
-            played.waiting = text, calls
+            played.waiting = said
         else:
-            self.pool.act(played.key, text, calls)
+            self.pool.act(played.key, *said)
+
+    def sampled(self, turn: np.ndarray, logprobs: np.ndarray) -> Sampled:
+        """A turn as agents get it."""
+        finish = LENGTH if self.talk.is_cut(turn) else STOP
+        return turn.tolist(), logprobs.tolist(), finish
 
     def replies(self) -> dict[int, np.ndarray | None]:
         """As Partner.replies."""
@@ -198,17 +229,20 @@ class Play:
                 if played.is_heard:
                     self.end(uid)
             elif played.waiting:
-                if reply.messages != self.opened[uid // self.samples].messages:
-                    played.failure = "error: reset said something else with the same row and seed"
+                if is_other(reply, self.opened[uid // self.samples]):
+                    played.failure = f"error: {OTHER}"
                     self.end(uid)
                     continue
-                (text, calls), played.waiting = played.waiting, None
-                self.pool.act(key, text, calls)
+                said, played.waiting = played.waiting, None
+                self.pool.act(key, *said)
             else:
                 played.rewards.append(reply.reward)
                 played.add(reply.info)
+                played.most = reply.most
                 if reply.done:
                     self.end(uid)
+                elif reply.tokens:
+                    self.ended[uid], played.is_heard = np.asarray(reply.tokens, np.int32), False
                 else:
                     self.reply(uid, reply.messages)
         found, self.ended = self.ended, {}
@@ -246,7 +280,7 @@ class Play:
         self.keys.pop(played.key, None)
         rewards = played.rewards
         total = sum(rewards) if self.config.environment.reward == SUM else sum(rewards[-1:])
-        numbers = played.numbers | {"turns": len(rewards)}
+        numbers = played.numbers | {"turns": len(rewards), "cut_turns": played.cut}
         return {"reward": total, "failure": played.failure, "numbers": numbers}
 
     def __enter__(self) -> Play:

@@ -93,9 +93,11 @@ def filtered(config: Config) -> str:
     knobs += [f"rollout.top_p {rollout.top_p:g}"] * (rollout.top_p < 1)
     if not knobs:
         return ""
+    if config.algorithm.support_replay:
+        return f"{', '.join(knobs)}: log-probs, importance weights, KL and entropy are of the tokens that were not filtered out"
     return (
         f"{', '.join(knobs)}: tokens are drawn from the likeliest alone, and log-probs, importance weights, KL and entropy "
-        "are over the whole vocabulary"
+        "are over the whole vocabulary; with algorithm.support_replay they are of the tokens that were drawn from"
     )
 
 

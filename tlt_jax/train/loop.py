@@ -21,7 +21,7 @@ from tlt_jax.metrics import NoWriter, Writer
 from tlt_jax.metrics.run import open_run
 from tlt_jax.models import from_config, hf
 from tlt_jax.rewards import Scorer
-from tlt_jax.train import health, run_state, setup as setups, startup
+from tlt_jax.train import health, run_state, setup as setups, startup, teacher
 from tlt_jax.train.environment import environments
 from tlt_jax.train.setup import frozen
 from tlt_jax.train.startup import TrainingRun
@@ -128,7 +128,7 @@ def started(
         start = frozen(run, policy, source)
         trainer = Trainer(
             run, programs, start, store, scorer, writer, watch, profiler, interrupted, state, resumed, evaluates,
-            pool,
+            pool, teacher.load(config, run.recipe, run.dataset.encoder),
         )  # fmt: skip
         del state, policy  # the trainer replaces them: nothing else may hold their arrays
         watch.lap()  # the seconds of the start belong to no step

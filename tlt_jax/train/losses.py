@@ -15,7 +15,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from tlt_jax.config import extension
-from tlt_jax.config.schema import CISPO, GSPO, NONE, PPO, SEQUENCE, Algorithm
+from tlt_jax.config.schema import (
+    AUTO,
+    CISPO,
+    DPPO,
+    GEOMETRIC,
+    GSPO,
+    NONE,
+    PPO,
+    SAPO,
+    SEQUENCE,
+    TOKEN,
+    Algorithm,
+)
 from tlt_jax.data.packing import PackedRows
 from tlt_jax.errors import ConfigError
 from tlt_jax.shapes import most_segments, shaped
@@ -34,11 +46,11 @@ Metrics = tuple[dict[str, Array], dict[str, Array]]  # totals, maxima
 
 
 class PolicyLoss(NamedTuple):
-    """Per token: loss, and whether the clip was active below or above, and the dual clip."""
+    """Per token: loss, and whether the clip was active below or above, and the dual clip; None where there is no such clip."""
 
     loss: Float[Array, "*T"]
-    clipped_low: Bool[Array, "*T"]
-    clipped_high: Bool[Array, "*T"]
+    clipped_low: Bool[Array, "*T"] | None = None
+    clipped_high: Bool[Array, "*T"] | None = None
     clipped_dual: Bool[Array, "*T"] | None = None
 
 
@@ -117,7 +129,34 @@ def cispo_loss(rows: PackedRows, clip_low: float, clip_high: float) -> PolicyLos
     return PolicyLoss(loss, ratio < 1 - clip_low, ratio > 1 + clip_high)
 
 
-BUILT_IN = {PPO: policy_loss, GSPO: gspo_loss, CISPO: cispo_loss}
+@shaped
+def dppo_loss(rows: PackedRows, clip_low: float, clip_high: float) -> PolicyLoss:
+    """-ratio A; 0 where the token's probability has already moved from the sampler's by more than a limit, in A's direction.
+
+    DPPO with the binary total variation, Qi et al. 2026, arXiv 2602.04879: the limits bound differences of probabilities,
+    where PPO's bound ratios. The sampler's probabilities are those of the rollout, if rows have them, else the old ones.
+    """
+    sampled = rows.old_logprobs if rows.rollout_logprobs is None else rows.rollout_logprobs
+    moved = jnp.exp(jax.lax.stop_gradient(rows.update_logprobs)) - jnp.exp(sampled)
+    low = (rows.advantages < 0) & (moved < -clip_low)
+    high = (rows.advantages > 0) & (moved > clip_high)
+    loss = -exp_ratio(rows.update_logprobs - rows.old_logprobs) * rows.advantages
+    return PolicyLoss(jnp.where(low | high, 0, loss), low, high)
+
+
+@shaped
+def sapo_loss(rows: PackedRows, positive: float, negative: float) -> PolicyLoss:
+    """-4 / t sigmoid(t (ratio - 1)) A with a temperature t for A > 0 and one for other advantages, without a clip.
+
+    SAPO, Gao et al. 2025, arXiv 2511.20347. At ratio 1 the gradient is that of PPO.
+    """
+    temperature = jnp.where(rows.advantages > 0, positive, negative)
+    ratio = exp_ratio(rows.update_logprobs - rows.old_logprobs)
+    gate = 4 / temperature * jax.nn.sigmoid(temperature * (ratio - 1))
+    return PolicyLoss(-gate * rows.advantages)
+
+
+BUILT_IN = {PPO: policy_loss, GSPO: gspo_loss, CISPO: cispo_loss, DPPO: dppo_loss, SAPO: sapo_loss}
 
 
 def check(name: str) -> None:
@@ -166,25 +205,36 @@ def kl_k3(logprobs: Float[Array, "*T"], reference: Float[Array, "*T"]) -> Float[
 
 @shaped
 def importance(
-    rows: PackedRows, level: str, cap: float, most: float = 0.0, veto: float = 0.0
+    rows: PackedRows,
+    level: str,
+    cap: float,
+    most: float = 0.0,
+    veto: float = 0.0,
+    least: float = 0.0,
+    mask_level: str = AUTO,
 ) -> Importance:
     """Truncated importance weights of the trainer's policy over the sampler's, at most `cap`; 0 for masked tokens.
 
-    `level`: token, or sequence for the product over the answer. With `most` m, a token is masked when its ratio, that of the
-    level, is above m or below 1 / m; with `veto` v an answer when the ratio of one of its tokens is above v or below 1 / v.
-    At level sequence and with `veto`, `rows` are whole. Yao et al. 2025, Your Efficient RL Framework Secretly Brings
-    You Off-Policy RL Training; the levels are those of verl's rollout_is, the masks its token_k1, seq_sum_k1, seq_max_k2.
+    `level`: token, or sequence for the product over the answer, or geometric for its root of the number of tokens. With
+    `most` or `least`, a token is masked when its ratio, that of `mask_level` (auto: of the level), is above `most` or below
+    `least`; 0: the inverse of the other. With `veto` v an answer is when the ratio of one of its tokens is above v or below
+    1 / v. But for tokens alone, `rows` are whole. Yao et al. 2025, Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training; the levels are those of verl's rollout_is, the masks its token_k1, seq_sum_k1, seq_mean_k1 and
+    seq_max_k2. Masked tokens with two bounds are IcePop's (Ling team 2025, arXiv 2510.18855).
     """
     log_ratio = jax.lax.stop_gradient(rows.old_logprobs - rows.rollout_logprobs)
+    places = rows.segments, rows.mask
+    whole = {TOKEN: lambda one, *_: one, SEQUENCE: answer_sum, GEOMETRIC: answer_mean}
     masks = []
     if veto:
-        is_outlier = is_beyond(exp_ratio(log_ratio), veto)
-        masks.append(answer_sum(is_outlier, rows.segments, rows.mask) > 0)
-    if level == SEQUENCE:
-        log_ratio = answer_sum(log_ratio, rows.segments, rows.mask)
-    ratio = exp_ratio(log_ratio)
-    if most:
-        masks.append(is_beyond(ratio, most))
+        is_outlier = is_beyond(exp_ratio(log_ratio), 1 / veto, veto)
+        masks.append(answer_sum(is_outlier, *places) > 0)
+    ratio = exp_ratio(whole[level](log_ratio, *places))
+    if most or least:
+        of_mask = ratio
+        if mask_level not in (AUTO, level):
+            of_mask = exp_ratio(whole[mask_level](log_ratio, *places))
+        masks.append(is_beyond(of_mask, least or 1 / most, most or 1 / least))
     weight = jnp.minimum(ratio, cap)
     if not masks:
         return Importance(weight, ratio)
@@ -192,15 +242,16 @@ def importance(
     return Importance(jnp.where(is_masked, 0, weight), ratio, is_masked)
 
 
-def is_beyond(ratio: Float[Array, "*T"], most: float) -> Bool[Array, "*T"]:
-    """Whether a ratio is above `most` or below its inverse."""
-    return (ratio > most) | (ratio < 1 / most)
+def is_beyond(ratio: Float[Array, "*T"], least: float, most: float) -> Bool[Array, "*T"]:
+    """Whether a ratio is above `most` or below `least`."""
+    return (ratio > most) | (ratio < least)
 
 
 def needs_answers(algorithm: Algorithm) -> bool:
     """Whether the loss of a token depends on other tokens of its answer. Else it is computed some tokens at a time."""
-    is_own = algorithm.loss not in (PPO, CISPO)
-    return is_own or algorithm.importance == SEQUENCE or algorithm.importance_veto > 0
+    is_own = algorithm.loss not in (PPO, CISPO, DPPO, SAPO)
+    levels = {algorithm.importance, algorithm.importance_mask_level}
+    return is_own or bool(levels & {SEQUENCE, GEOMETRIC}) or algorithm.importance_veto > 0
 
 
 class Slope(NamedTuple):
@@ -234,6 +285,8 @@ def loss_of(algorithm: Algorithm, rows: PackedRows) -> tuple[Float[Array, "*T"],
     limits = algorithm.clip_low, algorithm.clip_high
     if algorithm.loss not in BUILT_IN:
         return extension.load("algorithm.loss", algorithm.loss)(rows, *limits), {}
+    if algorithm.loss == SAPO:
+        return sapo_loss(rows, algorithm.sapo_positive, algorithm.sapo_negative).loss, {}
     dual = (algorithm.clip_dual,) if algorithm.clip_dual else ()
     found = BUILT_IN[algorithm.loss](rows, *limits, *dual)
     low, high = found.clipped_low, found.clipped_high
@@ -246,7 +299,8 @@ def loss_of(algorithm: Algorithm, rows: PackedRows) -> tuple[Float[Array, "*T"],
 def weigh(algorithm: Algorithm, rows: PackedRows) -> tuple[Float[Array, "*T"], dict, dict]:
     """The weight of each token's loss between rollout and update, and its metrics, named as verl's rollout_corr."""
     cap, masks = algorithm.importance_cap, (algorithm.importance_mask, algorithm.importance_veto)
-    weight, ratio, is_masked = importance(rows, algorithm.importance, cap, *masks)
+    lowest = algorithm.importance_mask_low, algorithm.importance_mask_level
+    weight, ratio, is_masked = importance(rows, algorithm.importance, cap, *masks, *lowest)
     totals = {
         "rollout_corr/rollout_is_mean": ratio,
         "rollout_corr/rollout_is_ratio_fraction_high": ratio > cap,

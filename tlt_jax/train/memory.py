@@ -52,7 +52,7 @@ RESIDENT = ("weights", "optimizer", "reference", "drafter", "drafter optimizer")
 ROLLOUT = (
     "rollout copy", "cache", "features", "states", "drafter copy", "drafter cache", "drafter in training",
 )  # fmt: skip
-UPDATE = ("gradients", "logits chunk", "drafter features", "routing")
+UPDATE = ("gradients", "logits chunk", "drafter features", "routing", "supports")
 KNOBS = {
     "weights": "mesh.data or mesh.model (more devices)",
     "optimizer": "mesh.data (the moments are sharded over it), or model.lora.rank (adapters have few)",
@@ -68,6 +68,7 @@ KNOBS = {
     "drafter optimizer": "mesh.data (the moments are sharded over it)",
     "drafter features": "train.rows or train.row_tokens, or drafter_training.share 0 (then only idle groups train the drafter)",
     "routing": "rollout.max_new_tokens, or algorithm.router_replay never",
+    "supports": "rollout.top_k, or algorithm.support_replay false",
     "gradients": "mesh.data (their sums are sharded over it), or model.lora.rank (adapters have few)",
     "logits chunk": "mesh.model (the vocabulary is sharded over it)",
     "temporaries": "train.rows or model.remat full in the update; rollout.slots "
@@ -133,6 +134,11 @@ def learning(config: Config, recipe: Recipe, drafter: DrafterConfig | None) -> d
         sequences = -(-config.rollout.prompts * config.rollout.samples // mesh.shape["data"])
         width, dtype = moe.record_shape(model)
         kinds["routing"] = sequences * packing.longest(config) * width * dtype.itemsize
+    if ids := validate.kept(config):
+        sequences = -(-config.rollout.prompts * config.rollout.samples // mesh.shape["data"])
+        kinds["supports"] = (
+            sequences * packing.longest(config) * ids * jnp.dtype(jnp.int32).itemsize
+        )
     if config.algorithm.kl_coef and not recipe.lora:  # else the base is the reference
         kinds["reference"] = kinds["weights"]
     if drafter:

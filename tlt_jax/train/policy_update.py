@@ -194,8 +194,8 @@ def answer_loss(
     """`loss` from the last hidden states, without what is of the routers."""
     if recipe.is_supervised or not losses.needs_answers(recipe.algorithm):
         return head_loss(params, x, rows, None, recipe)
-    logprobs = head_logprobs(*jax.lax.stop_gradient((params, x)), rows.targets, rows.mask, recipe)
-    whole = losses.slope(recipe.algorithm, with_logprobs(rows, logprobs))
+    logprobs = head_logprobs(*jax.lax.stop_gradient((params, x)), rows, rows.mask, recipe)
+    whole = losses.slope(recipe.algorithm, with_logprobs(rows, logprobs, recipe.algorithm))
     rest, (sums, maxima) = head_loss(params, x, rows, whole.grads, recipe)
     totals, peaks = whole.metrics
     return whole.loss + rest, (totals | sums, peaks | maxima)
@@ -234,14 +234,14 @@ def group_loss(
     (rows, grads), algorithm = given, recipe.algorithm
     mask = rows.mask
     logprobs, entropy = targets.score(
-        logits, rows.targets, recipe.temperature, algorithm.entropy_coef != 0
+        logits, rows.targets, recipe.temperature, algorithm.entropy_coef != 0, rows.support
     )
     logprobs, entropy = jnp.where(mask, logprobs, 0), jnp.where(mask, entropy, 0)
 
     if recipe.is_supervised:
         return jnp.sum(rows.weights * -logprobs, axis=-1), ({}, {})
 
-    rows = with_logprobs(rows, logprobs)
+    rows = with_logprobs(rows, logprobs, algorithm)
     pg_loss, totals, maxima = jnp.zeros_like(logprobs), {}, {}
     if grads is None:
         pg_loss, totals, maxima = losses.token_losses(algorithm, rows)
@@ -253,6 +253,12 @@ def group_loss(
         totals["kl"] = kl = losses.kl_k3(logprobs, reference)
         if algorithm.kl_coef:
             token_loss += algorithm.kl_coef * kl
+    if rows.teacher_ids is not None:
+        given = rows.teacher_ids, rows.teacher_logprobs
+        totals["teacher_kl"] = kl = jnp.where(mask, teacher_kl(logits, *given, recipe), 0)
+        token_loss += algorithm.teacher.weight * kl
+    elif rows.teacher_logprobs is not None:
+        totals["teacher_kl"] = rows.old_logprobs - jnp.where(mask, rows.teacher_logprobs, 0)
     if rows.rollout_logprobs is not None:
         difference = jnp.abs(rows.old_logprobs - rows.rollout_logprobs)
         totals["rollout_logprob_diff_mean"] = maxima["rollout_logprob_diff_max"] = difference
@@ -266,16 +272,46 @@ def group_loss(
     return loss, (sums, losses.largest(mask, maxima))
 
 
-def with_logprobs(rows: PackedRows, logprobs: Float[Array, "R T"]) -> PackedRows:
+def teacher_kl(
+    logits: Float[Array, "G t V"],
+    ids: Int[Array, "G t K"],
+    teacher: Float[Array, "G t K"],
+    recipe: Recipe,
+) -> Float[Array, "G t"]:
+    """KL(policy, teacher) over the K tokens that the teacher finds most likely, and all others as one; it has a gradient."""
+    policy = jnp.take_along_axis(targets.log_softmax(logits, recipe.temperature), ids, axis=-1)
+
+    def rest(logprobs: Array) -> Array:
+        """The log-probability of all other tokens; where rounding leaves none, that of one rounding."""
+        left = 1 - jnp.sum(jnp.exp(logprobs), axis=-1)
+        return jnp.log(jnp.maximum(left, jnp.finfo(left.dtype).eps))
+
+    others, theirs = rest(policy), rest(teacher)
+    return jnp.sum(jnp.exp(policy) * (policy - teacher), axis=-1) + jnp.exp(others) * (
+        others - theirs
+    )
+
+
+def with_logprobs(
+    rows: PackedRows, logprobs: Float[Array, "R T"], algorithm: Algorithm
+) -> PackedRows:
     """The rows as a loss reads them, with the log-probs of the update, 0 where it counts nothing.
 
-    Without old log-probs these are the given ones, without a gradient.
+    Without old log-probs these are the given ones, without a gradient. With a teacher's log-probs of the tokens, its weight
+    times the difference to the old ones is added to the advantages: a sample of the reverse KL (Lu et al. 2025, On-Policy
+    Distillation; Gu et al. 2023, arXiv 2306.08543).
     """
     mask, old, rollout = rows.mask, rows.old_logprobs, rows.rollout_logprobs
+    old = jax.lax.stop_gradient(logprobs) if old is None else jnp.where(mask, old, 0)
+    advantages = rows.advantages
+    if rows.teacher_logprobs is not None and rows.teacher_ids is None:
+        ahead = jnp.where(mask, rows.teacher_logprobs, 0) - old
+        advantages = advantages + algorithm.teacher.weight * ahead
     return rows._replace(
         update_logprobs=logprobs,
-        old_logprobs=jax.lax.stop_gradient(logprobs) if old is None else jnp.where(mask, old, 0),
+        old_logprobs=old,
         rollout_logprobs=None if rollout is None else jnp.where(mask, rollout, 0),
+        advantages=advantages,
     )
 
 
@@ -318,69 +354,73 @@ def accumulate(
 
 
 def apply(
-    state: PolicyState, sums: Sums, step: Int[Array, ""], recipe: Recipe
+    state: PolicyState,
+    sums: Sums,
+    step: Int[Array, ""],
+    recipe: Recipe,
+    rate: Float[Array, ""] | None = None,
 ) -> tuple[PolicyState, dict[str, Array]]:
     """The state after one optimizer step on the gradients of a whole batch, and its metrics; `step`: of the schedule.
+
+    `rate`: the learning rate, None for that of the schedule.
 
     A non-finite update leaves weights and moments unchanged; a batch without targets, or whose gradient is 0, the whole
     state. Metrics are means or maxima over targets, 0 without any, and the divisors of the means: numbers of tokens, and of
     answers.
     """
-    norm, totals = optax.tree.norm(sums.grads), dict(sums.totals)
-    routers = totals.pop(ROUTERS, None)
+    norm, tokens = optax.tree.norm(sums.grads), sums.totals.get("tokens")
     is_finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
-    tokens = totals.get("tokens")
     # A gradient of 0 moves no weight either, as moments and decay would.
     learns = (norm > 0) | ~is_finite
     if tokens is not None:
         learns &= tokens > 0
-    state, rate = optimizer.advance(state, sums.grads, is_finite, recipe.adam, learns, step)
-    means = losses.means(totals)
+    state, rate = optimizer.advance(state, sums.grads, is_finite, recipe.adam, learns, step, rate)
+    found = {"loss": sums.loss, "grad_norm": norm, "lr": rate, "nonfinite": state.skipped}
     if tokens is not None:
-        means[EMPTY] = (~learns).astype(jnp.int32)
-    if routers is not None:
-        means |= moe.scalars(routers)
-    return state, {
-        "loss": sums.loss,
-        "grad_norm": norm,
-        "lr": rate,
-        "nonfinite": state.skipped,
-        **means,
-        **sums.maxima,
-    }
+        found[EMPTY] = (~learns).astype(jnp.int32)
+    return state, found | measured(sums)
+
+
+def measured(sums: Sums) -> dict[str, Array]:
+    """The metrics of sums: means and maxima over targets, and what routers did."""
+    totals = dict(sums.totals)
+    routers = totals.pop(ROUTERS, None)
+    found = losses.means(totals) | sums.maxima
+    return found if routers is None else found | moe.scalars(routers)
 
 
 def score(params: Params, rows: PackedRows, recipe: Recipe) -> Float[Array, "R T"]:
     """Log-probability of each target, also of those that the loss leaves out; 0 elsewhere."""
     x, _ = states(params, rows, recipe)
-    scores = head_logprobs(params, x, rows.targets, rows.is_answer, recipe)
+    scores = head_logprobs(params, x, rows, rows.is_answer, recipe)
     return scores.astype(rows.weights.dtype)
 
 
 def head_logprobs(
     params: Params,
     x: Float[Array, "R T D"],
-    ids: Int[Array, "R T"],
+    rows: PackedRows,
     is_target: Bool[Array, "R T"],
     recipe: Recipe,
 ) -> Float[Array, "R T"]:
-    """Log-probability of the ids where `is_target`, 0 elsewhere, from the last hidden states."""
+    """Log-probability of the rows' targets where `is_target`, 0 elsewhere, from the last hidden states."""
     return targets.target_logprobs(
         params,
         recipe.model,
         recipe.mesh,
         x,
-        ids,
+        rows.targets,
         is_target,
         temperature=recipe.temperature,
         chunk=recipe.logits_chunk,
+        support=rows.support,
     )
 
 
 class UpdatePrograms(NamedTuple):
     """The jitted functions of a recipe; all but `apply` run one accumulation step.
 
-    empty(params, rows); accumulate(sums, params, rows) donates the sums; apply(state, sums, step)
+    empty(params, rows); accumulate(sums, params, rows) donates the sums; apply(state, sums, step, rate=None)
     donates the state; score(params, rows).
     """
 
@@ -474,12 +514,30 @@ def update(
     `step`: of the schedule, from 0 on: the RL step, for all of its optimizer steps. `base`: of the adapters that the state
     holds; None when it holds all weights.
     """
-    params = lora.whole(state.params, base)
-    sums, values = block_on_cpu(programs.empty(params, batch[0])), []
+    sums = accumulated(programs, lora.whole(state.params, base), batch)
+    return block_on_cpu(programs.apply(state, sums, put(np.int32(step), state.step.sharding)))
+
+
+def accumulated(
+    programs: UpdatePrograms,
+    params: Params,
+    batch: Sequence[PackedRows],
+    grads: Trained | None = None,
+) -> Sums:
+    """The sums over a batch, by accumulation step; its gradients are added to `grads`, which it owns."""
+    if grads is None:
+        sums = block_on_cpu(programs.empty(params, batch[0]))
+    else:
+        shapes = programs.empty.eval_shape(params, batch[0]).replace(grads=None)
+        zeros = jax.tree.map(
+            lambda leaf: put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), shapes
+        )
+        sums = zeros.replace(grads=grads)
+    values = []
     for rows in batch:
         sums, value = programs.accumulate(sums, params, rows)
         values = throttle([*values, value])
-    return block_on_cpu(programs.apply(state, sums, put(np.int32(step), state.step.sharding)))
+    return sums
 
 
 def token_logprobs(

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from tlt_jax import atomic, run_folder
 from tlt_jax.checkpoint.store import FOLDER, Store
 from tlt_jax.config import Config, validate
-from tlt_jax.data import dataset as datasets
+from tlt_jax.data import prompt_format
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.drafter import recipe as drafter_recipe
 from tlt_jax.drafter.investment import Investment
@@ -168,7 +168,7 @@ def is_due(config: Config, step: int, steps: int) -> bool:
 
 def sizes(config: Config) -> tuple[ModelConfig, Mesh]:
     """The policy's ModelConfig and the mesh of the configuration. Raises ConfigError when it does not fit the devices."""
-    model = from_config.model_config(config, datasets.tokenizer(config))
+    model = from_config.model_config(config, prompt_format.tokenizer_of(config))
     validate.validate_model(config, model, jax.device_count())
     return model, meshes.make_mesh(config.mesh.data, config.mesh.model)
 

@@ -164,7 +164,7 @@ def main() -> int:
     config = replace(config, run=str(Path(config.run) / "sft"))
     with cli.prepared(config):
         check_trackers(config)
-        tokenizer = datasets.tokenizer(config)
+        tokenizer = prompt_format.tokenizer_of(config)
         dataset = datasets.load(config, tokenizer)
         print(dataset.describe(), flush=True)
         setup = Setup.of(config, tokenizer, dataset)

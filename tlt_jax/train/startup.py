@@ -13,7 +13,7 @@ from tlt_jax import run_folder
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config, parse, validate
 from tlt_jax.config.schema import ADAPTIVE
-from tlt_jax.data import dataset as datasets
+from tlt_jax.data import dataset as datasets, prompt_format
 from tlt_jax.data.dataset import Dataset
 from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.distributed.job import Job
@@ -87,7 +87,7 @@ def load(config: Config, job: Job) -> Setup:
     losses.check(config.algorithm.loss)
     if job.is_first:
         check_trackers(config)
-    tokenizer = datasets.tokenizer(config)
+    tokenizer = prompt_format.tokenizer_of(config)
     dataset = datasets.load(config, tokenizer)
     if job.is_first:
         print(dataset.describe(), flush=True)
@@ -154,7 +154,7 @@ def update_programs(run: TrainingRun) -> UpdatePrograms:
     policy = policy_update.abstract_policy(recipe)
     sums = partial(policy_update.abstract_sums, recipe, rows)
     engine.reshard.compile(lambda: (policy,))
-    unscored = rows._replace(old_logprobs=None, reference_logprobs=None)
+    unscored = batch.bare(rows)
     for scored in batch.scored_policies(config, policy, policy_update.abstract_base(recipe)):
         early.score.compile(lambda scored=scored: (scored, unscored))
     early.empty.compile(lambda: (policy, rows))

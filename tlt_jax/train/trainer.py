@@ -43,6 +43,7 @@ from tlt_jax.train.evaluation import Evaluator
 from tlt_jax.train.health import Health
 from tlt_jax.train.policy_update import PolicyState, UpdatePrograms
 from tlt_jax.train.run_state import RunState
+from tlt_jax.train.teacher import Teacher
 from tlt_jax.tuner.interface import State as TunerState
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Trainer:
     resumed: int | None = None
     evaluates_resumed: bool = False
     pool: Environments | None = None
+    teacher: Teacher | None = None
     evaluator: Evaluator = field(init=False)
     sampling: DynamicSampling = field(init=False)
     health: Health = field(init=False)
@@ -222,6 +224,7 @@ class Trainer:
                 self.scorer.drop_others({answer.uid for answer in result.completions})
             scores = evaluation.collected(self.run.job, self.scorer, self.interrupted)
             lengths = {answer.uid: len(answer.tokens) for answer in result.completions}
+            scores = scorers.shortened(self.run.config, scores, lengths)
             return scorers.penalized(self.run.config, scores, lengths)
 
     def merge_drafter(self, rolled: Rolled) -> Learned:
@@ -237,9 +240,12 @@ class Trainer:
         with self.watch.phase("update"):
             batch = batches.pack(run.config, run.recipe, rolled.prompts, rolled.result, scores)
             with self.watch.phase("old_log_prob"):
-                return batches.add_logprobs(
+                batch = batches.add_logprobs(
                     run.config, self.programs, self.policy, self.start, batch, batches.is_finite(answers)
                 )  # fmt: skip
+                if self.teacher:
+                    batch = self.teacher.scored(batch, self.policy, rolled.prompts, answers)
+                return batch
 
     def learn_drafter(self, learned: Learned, batch: Batch, rolled: Rolled) -> Learned:
         """The drafter after its training on some of the rows."""

@@ -49,12 +49,14 @@ from tlt_jax.rollout.scheduler.state import (
     queued,
 )
 from tlt_jax.spec_decode.decode import Report
-from tlt_jax.spec_decode.decode_state import BROKEN, RUNNING, STOPPED, TURN, Admission, Appended
+from tlt_jax.spec_decode.decode_state import BROKEN, RUNNING, TURN, Admission, Appended
 from tlt_jax.spec_decode.strategy import PLAIN
 
 # Limit on the un-awaited programs of one group: more than about 30 on fake CPU devices abort the process.
 MAX_UNAWAITED = 16
-MOST_PER_STEP = 2  # most programs that one step of `advance` dispatches: a prefill and an admission
+MOST_PER_STEP = (
+    2  # most programs that one step of `advance` needs room for: a prefill and an admission
+)
 
 
 def advance(
@@ -146,28 +148,25 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
     is_first = rounds > 0 and context.programs.is_first_run(flight.program)
     is_untimed = is_first or flight.compiling_alongside or context.programs.compiling_alongside
     events = [Retired(flight.number, flight.kind, rounds, tokens, report.stats, is_untimed)]
-    news = emitted(flight.rows, report, context.dialogue is not None) if rounds else {}
+    news = emitted(flight.rows, report) if rounds else {}
+    if context.dialogue:
+        limits = {one.uid: one.limit for one in state.rows if one}
+        news = {uid: context.dialogue.turned(new, limits[uid]) for uid, new in news.items()}
     events += news.values()
-    if context.harvester and not context.dialogue:
-        ends = ended(state.rows, news)
-        events += ends
-        windows = [
-            WindowCopy(end.uid, end.row, start)
-            for end in ends
-            for start in context.harvester.wanted(end.uid, end.length)
-        ]
-        state = state.replace(windows=(*state.windows, *windows))
+    state, ends = reap(context, state, ended(state.rows, news))
+    events += ends
     if not news:
         return state.replace(retired=state.retired + 1), events
 
     rows = tuple([running and settled(running, news.get(running.uid)) for running in state.rows])
     finished = state.finished + sum([new.finish not in (RUNNING, TURN) for new in news.values()])
-    away = {uid for uid, new in news.items() if new.finish == TURN}
-    held = {one.uid: row for row, one in enumerate(state.rows) if one and one.uid in away}
+    away, held = dict(state.away), dict(state.held)
+    for row, one in enumerate(state.rows):
+        if one and one.uid in news and news[one.uid].finish == TURN:
+            away[one.uid], held[one.uid] = one.tokens + len(news[one.uid].tokens), row
     state = state.replace(
-        rows=rows, retired=state.retired + 1, finished=finished, away=state.away | away,
-        held={**state.held, **held},
-    )  # fmt: skip
+        rows=rows, retired=state.retired + 1, finished=finished, away=away, held=held
+    )
     return state, events
 
 
@@ -180,27 +179,26 @@ def hear(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
     finished = state.finished + len(found) - len(back)
     most = context.planner.slots[-1]
     lost = found.keys() - {uid for uid in back if context.dialogue.appends(uid, most)}
+    over = [uid for uid, reply in found.items() if reply is None and uid in state.held]
+    state, ends = reap(context, state, held_ends(state, over))
     held = {uid: row for uid, row in state.held.items() if uid not in lost}
-    state = state.replace(
-        away=state.away - found.keys(), back=(*state.back, *back), finished=finished, held=held
-    )
-    return state, [Replied(uid, reply) for uid, reply in found.items()]
+    away = {uid: tokens for uid, tokens in state.away.items() if uid not in found}
+    state = state.replace(away=away, back=(*state.back, *back), finished=finished, held=held)
+    return state, [*(Replied(uid, reply) for uid, reply in found.items()), *ends]
 
 
-def emitted(
-    rows: Sequence[int | None], report: Report, may_go_on: bool = False
-) -> dict[int, Emitted]:
-    """The new tokens of the sequences that had these rows in a chunk, by uid; `may_go_on`: after a stop."""
+def emitted(rows: Sequence[int | None], report: Report) -> dict[int, Emitted]:
+    """The new tokens of the sequences that had these rows in a chunk, by uid."""
     counts, finish = report.counts.tolist(), report.finish.tolist()
     # Each round also adds the target's token.
     accepted = (report.counts - report.stats.row_rounds).tolist()
-    tokens, logprobs, record = report.tokens, report.logprobs, report.record
-    if may_go_on:
-        finish = [TURN if code == STOPPED else code for code in finish]
+    tokens, logprobs = report.tokens, report.logprobs
+    record, support = report.record, report.support
     return {
         uid: Emitted(
             uid, tokens[row, :count], logprobs[row, :count], finish[row], accepted[row],
             None if record is None else record[row, :count],
+            None if support is None else support[row, :count],
         )
         for row, (uid, count) in enumerate(zip(rows, counts, strict=True))
         if count and uid is not None
@@ -267,22 +265,21 @@ def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
     decision = context.planner.decide(view, candidates)
     if new:
         decision = replace(decision, joining=tuple(running.uid for running in new))
+    left = decision.batch - len(live) - len(new)
+    state, events = lend(context, state, [*state.held][left:])
     state = move(context, state.replace(decision=decision), decision)
 
-    kept = {*state.held.values()}  # the last to be used
-    free = [row for row, running in enumerate(state.rows) if running is None]
-    free = sorted(free, key=kept.__contains__)[: len(new)]
-    held = {uid: row for uid, row in state.held.items() if row not in free}
+    held = {*state.held.values()}
     rows, seat = list(state.rows), {}
-    for row, running in zip(free, new, strict=True):
+    free = [row for row, running in enumerate(rows) if running is None and row not in held]
+    for row, running in zip(free, new, strict=False):
         rows[row], seat[running.uid] = running, row
     key_of = {uid: key for key, uid in starts}
     joining = tuple(
         Joining(source, tuple((seat[uid], uid) for uid in seat if key_of[uid] in source.rows))
         for source in sources
     )
-    state = state.replace(rows=tuple(rows), joining=joining, held=held)
-    return state, [Decided(decision)]
+    return state.replace(rows=tuple(rows), joining=joining), [*events, Decided(decision)]
 
 
 def regain(context: GroupContext, state: GroupState) -> GroupState:
@@ -354,9 +351,8 @@ def move(context: GroupContext, state: GroupState, decision: Decision) -> GroupS
     if state.device is not None and (state.batch, state.slots) == (decision.batch, decision.slots):
         return state
     keep = [row for row, running in enumerate(state.rows) if running]
-    kept = [*state.held.items()][: decision.batch - len(keep)] if state.device is not None else []
-    held = {uid: len(keep) + place for place, (uid, _) in enumerate(kept)}
-    keep += [row for _, row in kept]
+    held = {uid: len(keep) + place for place, uid in enumerate(state.held)}
+    keep += state.held.values()
     if keep:
         rows = np.full(decision.batch, -1, np.int32)
         rows[: len(keep)] = keep
@@ -504,8 +500,43 @@ def ended(rows: Sequence[Running | None], news: Mapping[int, Emitted]) -> list[E
     return [
         Ended(running.uid, row, running.tokens + len(news[running.uid].tokens))
         for row, running in enumerate(rows)
-        if running and running.uid in news and news[running.uid].finish not in (RUNNING, BROKEN)
+        if running and running.uid in news
+        and news[running.uid].finish not in (RUNNING, BROKEN, TURN)
+    ]  # fmt: skip
+
+
+def held_ends(state: GroupState, uids: Iterable[int]) -> list[Ended]:
+    """Of sequences that wait for a reply and have their rows: what is known of them, if they end here."""
+    return [Ended(uid, state.held[uid], state.away[uid]) for uid in uids]
+
+
+def reap(
+    context: GroupContext, state: GroupState, ends: list[Ended]
+) -> tuple[GroupState, list[Event]]:
+    """The windows that the harvester wants of these sequences wait to be copied."""
+    if not context.harvester:
+        return state, []
+    windows = [
+        WindowCopy(end.uid, end.row, start)
+        for end in ends
+        for start in context.harvester.wanted(end.uid, end.length)
     ]
+    return state.replace(windows=(*state.windows, *windows)), [*ends]
+
+
+def lend(
+    context: GroupContext, state: GroupState, uids: Sequence[int]
+) -> tuple[GroupState, list[Event]]:
+    """Takes their rows from sequences that wait for a reply, after a harvest, since they may end with that reply.
+
+    Windows for which there is no room among the programs in flight are dropped: one place is the resize's.
+    """
+    state, events = reap(context, state, held_ends(state, uids))
+    while state.windows and state.unawaited + 1 < MAX_UNAWAITED:
+        state, more = harvest(context, state, shape_of(context, state))
+        events += more
+    held = {uid: row for uid, row in state.held.items() if uid not in uids}
+    return state.replace(windows=(), held=held), events
 
 
 def harvest(

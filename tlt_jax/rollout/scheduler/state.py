@@ -64,7 +64,7 @@ class Harvester(Protocol):
     width: int
 
     def wanted(self, uid: int, length: int) -> Sequence[int]:
-        """First positions of the windows to keep; called once, when the sequence of `length` tokens was read as ended."""
+        """First positions of the windows to keep; called when the sequence of `length` tokens has ended, see Ended."""
 
 
 def no_context(rows: Sequence[int | None]) -> PyTree:
@@ -176,9 +176,9 @@ class GroupState:
 
     `drafter_lag`: most tokens that the drafter's state may lack in any row; `started`: prompts whose samples are all
     started; `unmarked`: programs that took `device` after the last flight; they are done when `device` is ready. `windows`
-    wait to be harvested from the rows as they are now: until then no row moves or is used again. `away`: sequences that wait
-    for a reply, and `back`: those that have one; `held`: the row of each of these that still has its cache. `appending`:
-    sequences with rows to which the reply is to be appended.
+    wait to be harvested from the rows as they are now: until then no row moves or is used again. `away`: tokens of the
+    sequences that wait for a reply; `back`: sequences that have one; `held`: the row of each of these that still has its
+    cache. `appending`: sequences with rows to which the reply is to be appended.
     """
 
     device: DecodeState | None = None
@@ -201,7 +201,7 @@ class GroupState:
     is_moved: bool = False  # resized since the last chunk
     is_blocked: bool = False  # nothing can be dispatched before a flight is read
     is_released: bool = False  # the group has finished; `device` was freed
-    away: frozenset[int] = frozenset()
+    away: Mapping[int, int] = field(default_factory=dict)
     back: tuple[int, ...] = ()
     held: Mapping[int, int] = field(default_factory=dict)
     appending: tuple[int, ...] = ()
