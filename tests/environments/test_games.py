@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
+import re
 import sys
 
 import pytest
 from environments.test_protocol import make_maker, started, user
 
 from tlt_jax.data import tasks
+from tlt_jax.environments import games
 from tlt_jax.environments.protocol import Reply
 from tlt_jax.errors import ConfigError, UserError
 
 GUESS = "tlt_jax.environments.games:GuessNumber"
+CALCULATOR = "tlt_jax.environments.games:Calculator"
 
 
 def test_a_guess_is_answered_with_the_bounds_that_are_left():
@@ -41,6 +45,50 @@ def test_a_number_that_no_row_tells_is_drawn_by_the_seed():
     drawn = [number(seed) for seed in range(200)]
     assert drawn == [number(seed) for seed in range(200)]
     assert min(drawn) == 3 and max(drawn) == 40
+
+
+def test_a_calculator_is_right_and_runs_no_code():
+    draw = random.Random(0)
+    for _ in range(300):
+        text = "".join(f"{draw.randint(1, 999)} {draw.choice('+-*/')} " for _ in range(3)) + "7"
+        text = draw.choice(("{}", "({})", "-({})", " {} ")).format(text)
+        assert float(games.calculate(text)) == pytest.approx(eval(text), rel=1e-5, abs=1e-12)
+    assert games.calculate("9 * " * 15 + "9") == str(9**16)
+    assert games.calculate("1 / (2 - 2)") == "error: division by zero"
+    strange = (
+        "9 ** 9", "7 // 2", "x", "2(3)", "", " ", "()", "(" * 64, "1" * 65, "07", "1e9", "1, 2", "1\n+ 2", "(1).real",
+    )  # fmt: skip
+    assert {games.calculate(text) for text in strange} == {"error: not a calculation"}
+
+
+def held(problem: str) -> int:
+    """How many things a problem's person has, by its words."""
+    boxes = re.search(r"has (?:(\d+) boxes of )?(\d+)", problem)
+    changes = re.findall(r"(buys|sells) (\d+)", problem)
+    signs = {"buys": 1, "sells": -1}
+    return int(boxes[1] or 1) * int(boxes[2]) + sum(signs[verb] * int(n) for verb, n in changes)
+
+
+def test_a_problem_follows_two_worked_ones_and_its_answer_is_rewarded():
+    said = set()
+    for seed in range(40):
+        episode, opening = started(CALCULATOR, seed=seed)
+        text = opening.messages[0]["content"]
+        plain, shorter = started(CALCULATOR, seed=seed, args={"tool": False})
+        assert shorter.messages == user(re.sub("<<.*\n", "", text))
+        *examples, problem = text.split("\n\n")
+        for example in examples:
+            call, result = re.search("<<(.*)>> (.*)", example).groups()
+            assert str(held(example)) == games.calculate(call) == result == example.split()[-1]
+        answer = held(problem)
+        called = episode.step(f"<<{answer} * 2 - {answer}>>")
+        assert called == Reply(user(f" {answer}\n"), info={"calls": 1.0})
+        for world, calls in ((episode, 1.0), (plain, 0.0)):
+            ended = Reply((), 1.0, True, info={"calls": calls})
+            assert world.step(f"Answer: {answer}\n\n") == ended
+        assert plain.step(f"<<{answer + 1}>>").reward == 0.0 == episode.step("Answer:").reward
+        said.add(tuple(word in problem for word in ("boxes", "buys", "sells")))
+    assert len(said) == len(games.PROBLEMS)
 
 
 def test_the_task_of_guesses_has_its_bounds_its_symbols_and_disjoint_splits():

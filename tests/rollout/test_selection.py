@@ -14,8 +14,10 @@ import scenarios
 from pairwise import marked
 from scenarios import Scenario, in_scenario
 from test_idle import Work
+from test_waiting import SlowPartner
 
 from tlt_jax.distributed.board import POLL_S, LocalBoard
+from tlt_jax.rollout.dialogue import Dialogue
 from tlt_jax.rollout.idle import IdleDriver
 from tlt_jax.rollout.recorder import Decided, Dispatched, Retired
 from tlt_jax.rollout.run import kept
@@ -309,6 +311,28 @@ def test_groups_wait_for_slow_scores_without_memory_and_their_wait_is_measured()
     assert slow.clock.now() > fast.clock.now()
     assert fast.selecting[0].waited == 0.0
     assert 0 < slow.selecting[0].waited < slow.clock.now()
+
+
+def test_an_answer_of_several_turns_that_joins_again_is_one_answer():
+    scores, programs, polls = scores_of(2, 0.3), machine(), []
+    judge = Scores(scores, programs, 0.0)
+    selecting = Selecting(Selection(KEEP, judge.new), WINDOW, SAMPLES, False, LocalBoard(), "s")
+    request = scenarios.request([64] * WINDOW, SAMPLES, 600, seed=5, capacity=8)
+    partner = SlowPartner(programs, lambda uid, turn: 3.0 * (uid % 2), 1)
+    dialogue = Dialogue(request, partner, can_append=True)
+    planner = Planner(BATCHES, SLOTS, goodput.goodput(ARMS, node_cost=NODE))
+    contexts = scenarios.contexts(programs, request, planner, 1, selecting=selecting)
+    contexts = [replace(one, dialogue=dialogue) for one in contexts]
+    listeners, finish = (
+        [selecting.listen, polls.append, dialogue.listen],
+        selecting.finished(judge.finished),
+    )
+    rollout = driver.LocalGroups(contexts, listeners, finish, programs.clock)
+    simulator.simulate(rollout, programs, None, selecting)
+    decided = [one.decision for poll in polls for one in poll.events if isinstance(one, Decided)]
+    joined = [uid for decision in decided for uid in decision.joining]
+    assert len(joined) > len({*joined}), "rows were lent"
+    assert selecting.choice == reference(scores)
 
 
 def test_groups_work_while_they_wait_for_prompts_and_decode_on_when_they_get_some(everything):

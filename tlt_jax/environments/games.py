@@ -1,17 +1,39 @@
-"""A small game, and adapters of TextArena's games and Reasoning Gym's tasks."""
+"""A small game, a calculator, and adapters of TextArena's games and Reasoning Gym's tasks."""
 
 from __future__ import annotations
 
+import ast
 import importlib
+import operator
 import random
 import re
+from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
 from tlt_jax.data import answers
+from tlt_jax.data.tasks import NAMES, THINGS
 from tlt_jax.errors import EnvironmentsError
 
 LOST_A_TURN = 0.1  # reward that GuessNumber takes for each turn after the first
+EXPRESSION = re.compile(r"[0-9.+*/() -]{1,64}")  # so short that no result is large
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+CALL = re.compile(r"<<([^<>]*)>>\s*\Z")  # at the end of a turn
+PROBLEMS = (  # what somebody has, and its calculation; the first two are examples
+    ("{total} {things} and sells {number}", "{total} - {number}"),
+    ("{boxes} boxes of {number} {things} and buys {more} more", "{boxes} * {number} + {more}"),
+    ("{number} {things} and buys {more} more", "{number} + {more}"),
+    ("{boxes} boxes of {number} {things}", "{boxes} * {number}"),
+)
+EXAMPLES = (
+    {"name": "Joe", "things": "keys", "total": 248, "number": 75},
+    {"name": "Meg", "things": "maps", "boxes": 12, "number": 35, "more": 140},
+)
 
 
 class GuessNumber:
@@ -45,6 +67,71 @@ class GuessNumber:
         else:
             word, self.high = "lower", min(self.high, guess - 1)
         return f"{word} {self.low}-{self.high}:", 0.0, False, info
+
+
+def calculate(expression: str) -> str:
+    """The value of a sum, difference, product or quotient of numbers, or what is wrong with it. Runs no code of the text."""
+    try:
+        if not EXPRESSION.fullmatch(expression):
+            raise ValueError
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        return str(value) if value.denominator == 1 else f"{float(value):.6g}"
+    except ZeroDivisionError:
+        return "error: division by zero"
+    except (SyntaxError, ValueError):
+        return "error: not a calculation"
+
+
+def _value(node: ast.AST) -> Fraction:
+    match node:
+        case ast.Constant(value=number):
+            return Fraction(str(number))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(op=sign) if type(sign) in OPERATORS:
+            return OPERATORS[type(sign)](_value(node.left), _value(node.right))
+    raise ValueError
+
+
+class Calculator:
+    """A problem in a sentence, and a calculator: a turn that ends with "<<12 * 35>>" gets "420".
+
+    Two worked examples come first. The reward is 1 when the last number of a turn without a call is the answer, else 0.
+    `tool` False: the examples have no call, and none is answered.
+    """
+
+    def __init__(self, tool: bool = True):
+        self.tool = tool
+
+    def reset(self, seed: int) -> str:
+        """The examples and a problem, which the seed draws."""
+        draw = random.Random(seed)
+        number, more, boxes = draw.randint(100, 999), draw.randint(100, 999), draw.randint(11, 99)
+        names = {"name": draw.choice(NAMES), "things": draw.choice(THINGS)}
+        numbers = {"number": number, "more": more, "boxes": boxes, "total": number + more}
+        problem, calculation = _problem(draw.choice(PROBLEMS), names | numbers)
+        self.answer, self.calls = calculate(calculation), 0
+
+        said = ""
+        for pattern, values in zip(PROBLEMS, EXAMPLES, strict=False):
+            example, worked = _problem(pattern, values)
+            call = f"<<{worked}>> {calculate(worked)}\n" if self.tool else ""
+            said += f"{example}{call}Answer: {calculate(worked)}\n\n"
+        return said + problem
+
+    def step(self, text: str) -> tuple[str, float, bool, dict[str, float]]:
+        """The result of a call; or nothing, with the reward of the answer. And the calls so far."""
+        if self.tool and (call := CALL.search(text)):
+            self.calls += 1
+            return f" {calculate(call[1])}\n", 0.0, False, {"calls": self.calls}
+        reward = float(answers.final_number(text) == Fraction(self.answer))
+        return "", reward, True, {"calls": self.calls}
+
+
+def _problem(pattern: tuple[str, str], values: dict[str, Any]) -> tuple[str, str]:
+    held, calculation = (part.format(**values) for part in pattern)
+    question = "{name} has {held}. How many {things} does {name} have now?\n"
+    return question.format(held=held, **values), calculation
 
 
 class TextArena:
