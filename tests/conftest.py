@@ -87,6 +87,7 @@ LONGEST = (
     "test_deterministic_runs.py", "test_lora_runs.py", "test_idle_training.py", "test_block_loss.py",
     "test_dynamic_sampling.py", "test_group.py", "test_remat.py", "test_policy_update.py", "test_example_notebook.py",
     "test_dialogue.py", "test_expert_runs.py", "test_environment_runs.py",
+    "test_supports.py", "test_teacher.py", "test_own_loop.py",
     "test_benchmarks.py", "test_adaptive_engine.py", "test_distribution.py",
     "test_generate.py", "test_weights_and_biases.py", "test_extending.py", "test_readme.py",
 )  # fmt: skip

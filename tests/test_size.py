@@ -19,7 +19,7 @@ MOST = {
     "modules of the package": 203,
     "lines of tests": 40_850,
     "lines of benchmarks": 3_090,
-    "words of pages": 33_700,
+    "words of pages": 34_000,
     "knobs": 132,
 }
 

@@ -85,14 +85,6 @@ def test_an_agent_that_owns_its_loop_samples_the_tokens_of_the_same_environment(
     assert not all(one["finish"] == "length" for one in found)
 
 
-def test_a_choice_of_prompts_ends_where_answers_join_more_than_once(configure, tmp_path):
-    """They lose their rows while they wait: there are 3 for 6 prompts with 3 answers."""
-    knobs = TALK | {"rollout.max_prompts": 6, "train.steps": 2, "eval.every": 0}
-    config = configure(tmp_path / "run", knobs)
-    assert loop.train(config) == cli.DONE
-    assert len(lines(config, 2)) == 6
-
-
 def test_two_processes_are_one(configure, tmp_path):
     knobs = TALK | {"mesh.fake_devices": 2, "train.steps": 2, "eval.every": 0}
     alone, two = (configure(tmp_path / name, knobs) for name in ("alone", "two"))
