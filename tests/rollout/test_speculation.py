@@ -258,10 +258,10 @@ SHARED = replace(
 @pytest.mark.parametrize(
     "policy, drafter, strategies, data, model",
     [
-        (SPARSE, "none", NO, 1, 1),
+        pytest.param(SPARSE, "none", NO, 1, 1, marks=pytest.mark.matrix),
         (SPARSE, "eagle3", WIDE, 1, 2),
         (SHARED, "ngram", ONE, 2, 1),
-        (SHARED, "dspark", MANY, 1, 1),
+        pytest.param(SHARED, "dspark", MANY, 1, 1, marks=pytest.mark.matrix),
     ],
 )
 def test_they_do_with_experts_which_are_recorded(x64, policy, drafter, strategies, data, model):

@@ -90,6 +90,7 @@ def test_replay_brings_the_ratio_of_rollout_and_update_nearer_to_1_in_bfloat16(c
     assert found["auto"][diff] < 0.5 * found["never"][diff]
 
 
+@pytest.mark.matrix  # of a dense policy: train/test_adaptive_runs.py
 def test_a_drafter_learns_from_experts_and_changes_no_bit(configure, tmp_path, monkeypatch):
     """On idle groups and from rows of the update; its layer is dense."""
     knobs = EXPERTS | {"train.steps": 3, "algorithm.router_replay": "always"}
@@ -107,6 +108,7 @@ def test_adapters_leave_experts_alone_and_model_2_equals_model_1(configure, tmp_
     assert_close(two, one, 2e-4)  # Adam enlarges what rounds
 
 
+@pytest.mark.matrix  # of a dense policy: train/test_processes.py; the exchange of records: rollout/test_exchange.py
 def test_two_processes_train_the_experts_of_one(configure, tmp_path):
     knobs = EXPERTS | {"algorithm.router_replay": "always", "mesh.fake_devices": 2}
     alone, two = (configure(tmp_path / name, knobs) for name in ("alone", "two"))
