@@ -19,7 +19,7 @@ from tlt_jax.config.schema import Teacher
 from tlt_jax.data import prompt_format
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.errors import ConfigError, DataError, ModelError
-from tlt_jax.models import architecture, hf, hf_config
+from tlt_jax.models import architecture, from_config, hf, hf_config
 from tlt_jax.train import batch as batches, loop, policy_update, teacher as teachers
 
 known = answers.known  # a fixture
@@ -150,6 +150,28 @@ def test_a_run_comes_nearer_to_its_teacher(configure, tmp_path, model_directory,
     assert found[-1] < 0.8 * found[0]
     if not top_k:
         assert completions(resumed(config, tmp_path / "again", 3)) == completions(config)
+
+
+def test_weights_that_lie_with_the_host_give_the_same_log_probs(
+    configure, tmp_path, model_directory, monkeypatch
+):
+    """As on accelerators: they are copied to the devices for each step."""
+    config = configure(tmp_path / "run", {"algorithm.teacher.path": str(model_directory)})
+    tokenizer, mesh = prompt_format.tokenizer_of(config), make_mesh(2, 1)
+    recipe = policy_update.Recipe.of(config, from_config.model_config(config, tokenizer), mesh, 4)
+    rows = batches.abstract_rows(mesh, 2, 64)
+    rows = jax.tree.map(
+        lambda leaf: jax.device_put(np.ones(leaf.shape, leaf.dtype), leaf.sharding), rows
+    )
+    batch, found = batches.Batch([[rows]], [], np.ones(1), np.ones(1), 1.0, {}), []
+    for is_here in (True, False):
+        monkeypatch.setattr(teachers, "is_cpu", lambda mesh, is_here=is_here: is_here)
+        teacher = teachers.load(config, recipe, None)
+        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(teacher.params)}
+        assert (kinds == {teachers.HOST}) != is_here
+        found.append(teacher.scored(batch, None, [], []).minibatches[0][0].teacher_logprobs)
+    np.testing.assert_array_equal(*found)
+    assert np.abs(found[0]).max() > 1
 
 
 def test_a_policy_with_a_hint_is_its_own_teacher(configure, tmp_path):
