@@ -24,7 +24,8 @@ from benchmarks.device import setup, tune
 from benchmarks.device.setup import SAMPLED, SHAPES, Device, Row, TimeIsOver
 from benchmarks.whole_runs import runs
 from tlt_jax.config import Config
-from tlt_jax.config.schema import Data, Rollout, Train
+from tlt_jax.config.schema import Rollout, Train
+from tlt_jax.config.task import Data
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed import mesh as meshes, process

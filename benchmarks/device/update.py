@@ -26,7 +26,8 @@ from benchmarks.common import results
 from benchmarks.common.engines import model_of, sizes
 from benchmarks.common.timing import clocked
 from tlt_jax.config import Config
-from tlt_jax.config.schema import Data, Rollout, Train
+from tlt_jax.config.schema import Rollout, Train
+from tlt_jax.config.task import Data
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example, PackedRows, Spans
 from tlt_jax.distributed.mesh import make_mesh

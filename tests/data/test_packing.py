@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import Data, Mesh, Rollout, Train
+from tlt_jax.config.schema import Mesh, Rollout, Train
+from tlt_jax.config.task import Data
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example
 from tlt_jax.shapes import most_segments

@@ -16,7 +16,8 @@ import pytest
 from toy_environments import asked
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import Environment, Rollout
+from tlt_jax.config.schema import Rollout
+from tlt_jax.config.task import Environment
 from tlt_jax.data import prompt_format
 from tlt_jax.errors import EnvironmentsError
 

@@ -17,7 +17,7 @@ from environments import faces
 from environments.test_protocol import make_maker
 
 from tlt_jax.config import Config, extension, load
-from tlt_jax.config.schema import Environment
+from tlt_jax.config.task import Environment
 from tlt_jax.distributed import workers
 from tlt_jax.environments import Call, Environments, Reply, pool as pool_module
 from tlt_jax.errors import ConfigError, EnvironmentsError
@@ -264,7 +264,7 @@ def test_what_environments_have_started_ends_with_a_trainer_that_is_killed(tmp_p
 import time
 from dataclasses import replace
 from tlt_jax.config import Config
-from tlt_jax.config.schema import Environment
+from tlt_jax.config.task import Environment
 from tlt_jax.environments import Environments
 path = "environments.faces:Trouble"
 with Environments(replace(Config(), environment=Environment(path=path, workers=2))) as pool:

@@ -9,7 +9,7 @@ import pytest
 from environments.faces import Odd
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import Environment
+from tlt_jax.config.task import Environment
 from tlt_jax.environments.protocol import Call, Episode, Maker, Reply
 from tlt_jax.errors import UserError
 

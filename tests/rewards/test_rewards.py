@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import REWARDS, Reward
+from tlt_jax.config.task import REWARDS, Reward
 from tlt_jax.distributed import workers
 from tlt_jax.errors import RewardError
 from tlt_jax.rewards import Score, Scorer, scorer as scorer_module, terms

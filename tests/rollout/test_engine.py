@@ -29,7 +29,8 @@ from tiny_engine import (
 )
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import Data, Rollout, Speculation
+from tlt_jax.config.schema import Rollout, Speculation
+from tlt_jax.config.task import Data
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, Interrupted

@@ -13,7 +13,8 @@ import pytest
 import references
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import Data, Model as ModelSection, Rollout, Speculation
+from tlt_jax.config.schema import Model as ModelSection, Rollout, Speculation
+from tlt_jax.config.task import Data
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import TRAIN_STREAM, sequence_keys

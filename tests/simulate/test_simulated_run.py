@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import Data, Model, Rollout, Speculation, Train
+from tlt_jax.config.schema import Model, Rollout, Speculation, Train
+from tlt_jax.config.task import Data
 from tlt_jax.errors import DataError
 from tlt_jax.rollout import engine
 from tlt_jax.rollout.executables.programs import Decode, StateShape

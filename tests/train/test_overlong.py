@@ -16,7 +16,8 @@ from loop_updates import check_batches, check_clipping, check_losses, learned, l
 from observed import Rolled, Run
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import Reward, Rollout
+from tlt_jax.config.schema import Rollout
+from tlt_jax.config.task import Reward
 from tlt_jax.config.validate import validate_rl
 from tlt_jax.data import prompt_format
 from tlt_jax.distributed.mesh import make_mesh

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import Data, Environment
+from tlt_jax.config.task import Data, Environment
 from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.environments.pool import Environments
 from tlt_jax.errors import EnvironmentsError

@@ -12,7 +12,8 @@ from loop_updates import equations
 from test_policy_update import MODEL, PLAIN, batch_of, params_of, recipe_of
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import Data, Mesh, Model, Rollout, Train
+from tlt_jax.config.schema import Mesh, Model, Rollout, Train
+from tlt_jax.config.task import Data
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.distributed.job import Job
 from tlt_jax.distributed.mesh import make_mesh

@@ -31,7 +31,7 @@ from tlt_jax.checkpoint.index import (
     read_index,
     signed,
 )
-from tlt_jax.config.schema import is_at_least
+from tlt_jax.config.task import is_at_least
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import CheckpointError, DamagedCheckpoint, is_disk_full
 

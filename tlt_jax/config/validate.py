@@ -15,19 +15,16 @@ from tlt_jax.config.schema import (
     AUTO,
     GSPO,
     NONE,
-    OPENINGS,
     PPO,
-    REASONING_GYM,
     REINFORCE_PP,
     REWARD,
-    REWARDS,
     SAPO,
     SELF,
-    TEXTARENA,
     TOKEN,
     Algorithm,
     Config,
 )
+from tlt_jax.config.task import OPENINGS, REASONING_GYM, REWARDS, TEXTARENA
 from tlt_jax.errors import ConfigError
 
 MOST_KEPT = 256  # ids of algorithm.support_replay

@@ -13,7 +13,7 @@ import grain
 import numpy as np
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import DROP, Data
+from tlt_jax.config.task import DROP, Data
 from tlt_jax.data import files, prompt_format, tasks
 from tlt_jax.data.files import ID, Problems
 from tlt_jax.data.prompt_format import Encoder, Prompt, token_bytes

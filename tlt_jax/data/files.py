@@ -19,7 +19,7 @@ from typing import Any
 
 from tlt_jax.config import Config, extension, parse
 from tlt_jax.config.parse import HUB_ID
-from tlt_jax.config.schema import Data
+from tlt_jax.config.task import Data
 from tlt_jax.data import answers
 from tlt_jax.errors import ConfigError, DataError
 

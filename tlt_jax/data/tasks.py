@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tlt_jax.config import extension
-from tlt_jax.config.schema import OPENINGS
+from tlt_jax.config.task import OPENINGS
 from tlt_jax.data import answers
 from tlt_jax.errors import ConfigError
 

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Collection, Mapping
 
-from tlt_jax.config import Config
+from tlt_jax.config.schema import Config
 from tlt_jax.errors import ConfigError
 
 # Variables with the number of processes, set for each of them by us, Slurm's srun or Open MPI.

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from tlt_jax.config import Config, extension
-from tlt_jax.config.schema import REASONING_GYM, TEXTARENA
+from tlt_jax.config.task import REASONING_GYM, TEXTARENA
 from tlt_jax.distributed.process import skip_warnings
 from tlt_jax.distributed.workers import describe
 from tlt_jax.environments import games

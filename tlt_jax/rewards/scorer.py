@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import is_at_least
+from tlt_jax.config.task import is_at_least
 from tlt_jax.distributed import workers as processes
 from tlt_jax.distributed.workers import LONGEST, MAX_FAILED_STARTS, START_S
 from tlt_jax.errors import RewardError

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tlt_jax.config.schema import MAXRL, NONE, PROMPT_MEAN, REINFORCE_PP, TOLERANCE
+from tlt_jax.config.schema import MAXRL, NONE, PROMPT_MEAN, REINFORCE_PP
+from tlt_jax.config.task import TOLERANCE
 
 STD_FLOOR = 1e-6  # added to the standard deviation of a group
 VARIANCE_FLOOR = 1e-8  # added to the variance of all tokens (reinforce_pp)

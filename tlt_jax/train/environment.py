@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import SUM
+from tlt_jax.config.task import SUM
 from tlt_jax.data.conversation import Conversation
 from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.data.tool_calls import format_of, parse_calls

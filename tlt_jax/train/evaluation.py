@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import is_at_least
+from tlt_jax.config.task import is_at_least
 from tlt_jax.data.dataset import EVAL, Dataset
 from tlt_jax.data.prompt_format import Prompt
 from tlt_jax.distributed.job import Job
