@@ -15,9 +15,9 @@ PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md",
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
 # What a user's code calls or implements.
 API = (
-    "tlt_jax", "tlt_jax.inference.chat.Model", "tlt_jax.inference.engine", "tlt_jax.data.tasks.Row",
-    "tlt_jax.data.tasks.Task", "tlt_jax.tuner.interface", "tlt_jax.train.losses.policy_loss", "tlt_jax.train.advantages",
-    "tlt_jax.errors",
+    "tlt_jax", "tlt_jax.inference.chat.Model", "tlt_jax.inference.engine", "tlt_jax.inference.rollouts",
+    "tlt_jax.data.tasks.Row", "tlt_jax.data.tasks.Task", "tlt_jax.tuner.interface", "tlt_jax.train.losses.policy_loss",
+    "tlt_jax.train.advantages", "tlt_jax.errors",
 )  # fmt: skip
 
 

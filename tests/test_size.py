@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
 MOST = {
     "lines of the package": 45_600,
-    "modules of the package": 204,
+    "modules of the package": 205,
     "lines of tests": 40_850,
     "lines of benchmarks": 3_090,
     "words of pages": 34_000,

@@ -101,6 +101,6 @@ def open_engine(
     config = parse.build(Config, tree, load.pairs(changes))
     if not is_given:  # else JAX runs already, as its owner wants it
         process.set_environment(config)
-    from tlt_jax.inference import engine
+    from tlt_jax.inference.engine import RolloutModel
 
-    return engine.opened(config, model if is_given else None)
+    return RolloutModel.opened(config, model if is_given else None)

@@ -16,7 +16,7 @@ from observed import Run
 from training_runs import having
 
 from tlt_jax.data import prompt_format
-from tlt_jax.inference import engine as engines
+from tlt_jax.inference.engine import RolloutModel
 from tlt_jax.models import architecture, from_config, transformer
 
 BETA1 = 0.9
@@ -79,7 +79,7 @@ def check_verbs(run: Run) -> None:
     advantages = groups - (groups.sum(axis=1, keepdims=True) - groups) / (groups.shape[1] - 1)
     model = from_config.model_config(run.config, prompt_format.tokenizer_of(run.config))
     config = having(run.config, rollout__stop=())  # it has no tokenizer, and answers nothing
-    with engines.opened(config, (model, first.before.params)) as engine:
+    with RolloutModel.opened(config, (model, first.before.params)) as engine:
         answers = [engine.answer(rolled.request.prompts, one) for one in rolled.result.completions]
         old = engine.forward(answers)
         parts = np.array_split(np.arange(len(answers)), knobs.minibatches)

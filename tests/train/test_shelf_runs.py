@@ -18,7 +18,7 @@ from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.distributed.job import Job
 from tlt_jax.drafter import __main__ as drafters_command
 from tlt_jax.drafter.investment import Investment
-from tlt_jax.inference import engine
+from tlt_jax.inference.rollouts import Rollouts
 from tlt_jax.models import from_config, hf_drafter, shelf
 from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.engine import Engine
@@ -239,5 +239,5 @@ def test_an_engine_begins_anew_whatever_is_in_the_folder_of_a_run(first, tmp_pat
     config = having(
         first, run=str(run), model__path=str(run_folder.export(first)), speculation__tuner="fixed"
     )
-    with engine.opened(config) as opened:
+    with Rollouts.opened(config) as opened:
         assert opened.fixed_drafter is None

@@ -1,1 +1,1 @@
-"""Models that answer: `chat` for people, `engine` for a training loop."""
+"""Models that answer (`rollouts`): `chat` for people, `engine` for a training loop."""

@@ -64,11 +64,11 @@ class Model:
 
     def __init__(self, config: Config):
         from tlt_jax.distributed.job import Job
-        from tlt_jax.inference import engine
+        from tlt_jax.inference.rollouts import Rollouts
         from tlt_jax.models import from_config
 
         self.config = config
-        self.rollouts = engine.opened(config, job=Job())  # each process alone
+        self.rollouts = Rollouts.opened(config, job=Job())  # each process alone
         self.engine, self.tokenizer = self.rollouts.engine, self.rollouts.tokenizer
         from_config.warn_of_tokenizer(config, self.tokenizer)
 
