@@ -41,6 +41,11 @@ def rule(logits, values):
     return loss, (sums, {"largest": jnp.max(jnp.where(mask, jnp.exp(logprobs), 0), axis=-1)})
 
 
+def logprobs_of(logits, ids):
+    """The log-probability of each target."""
+    return targets.score(logits, ids, TEMPERATURE, False)[0]
+
+
 def expected(head: np.ndarray, x, ids, weights, is_target):
     """Loss, its gradient in head and x, and all log-probs, in NumPy from all logits at once."""
     scaled = x @ head.T / TEMPERATURE
@@ -55,7 +60,7 @@ def expected(head: np.ndarray, x, ids, weights, is_target):
 
 
 def found(tied: bool, mesh, chunk: int, dtype: str, parameters: str = "float64"):
-    """The same by `target_loss` and `target_logprobs`, with the metrics, and the head as NumPy has it."""
+    """The same by `target_loss` and `target_values`, with the metrics, and the head as NumPy has it."""
     model, (x, ids, weights, is_target) = model_of(tied), given()
     params = architecture.init(model, mesh, jax.random.key(0), parameters)
     params = params.replace(head=None if tied else -params.embed)
@@ -71,7 +76,7 @@ def found(tied: bool, mesh, chunk: int, dtype: str, parameters: str = "float64")
     def run(params, x):
         both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, x)
         rows = params, model, mesh, x, ids, is_target
-        logprobs = targets.target_logprobs(*rows, temperature=TEMPERATURE, chunk=chunk)
+        logprobs = targets.target_values(*rows, logprobs_of, chunk=chunk)
         return loss(params, x)[0], both, logprobs
 
     plain, ((value, metrics), (gradient, dx)), logprobs = run(params, x)

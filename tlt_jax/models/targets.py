@@ -1,4 +1,4 @@
-"""The product with the vocabulary at target tokens alone: their log-probs, and a loss of their logits with its gradient.
+"""The product with the vocabulary at target tokens alone: what a rule makes of logits, and a loss of them with its gradient.
 
 Shapes: R packed rows of T tokens on G data groups, N = R / G * T tokens of a group, M >= N slots for its targets.
 """
@@ -217,27 +217,6 @@ def group_copies(
 
 
 @shaped
-def target_logprobs(
-    params: Params,
-    model: ModelConfig,
-    mesh: Mesh,
-    x: Float[Array, "R T D"],
-    ids: Int[Array, "R T"],
-    is_target: Bool[Array, "R T"],
-    *,
-    temperature: float,
-    chunk: int,
-    support: Int[Array, "R T S"] | None = None,
-) -> Float[Array, "R T"]:
-    """Log-probability of the ids where `is_target`, 0 elsewhere, from the last hidden states; `support`: as of `score`."""
-
-    def rule(logits: Array, chosen: tuple[Array, Array | None]) -> Array:
-        return score(logits, chosen[0], temperature, False, chosen[1])[0]
-
-    given = ids, support
-    return target_values(params, model, mesh, x, given, is_target, rule, chunk=chunk)
-
-
 def target_values(
     params: Params,
     model: ModelConfig,

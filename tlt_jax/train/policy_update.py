@@ -404,17 +404,12 @@ def head_logprobs(
     recipe: Recipe,
 ) -> Float[Array, "R T"]:
     """Log-probability of the rows' targets where `is_target`, 0 elsewhere, from the last hidden states."""
-    return targets.target_logprobs(
-        params,
-        recipe.model,
-        recipe.mesh,
-        x,
-        rows.targets,
-        is_target,
-        temperature=recipe.temperature,
-        chunk=recipe.logits_chunk,
-        support=rows.support,
-    )
+
+    def rule(logits: Array, given: tuple[Array, Array | None]) -> Array:
+        return targets.score(logits, given[0], recipe.temperature, False, given[1])[0]
+
+    head, given = (params, recipe.model, recipe.mesh), (rows.targets, rows.support)
+    return targets.target_values(*head, x, given, is_target, rule, chunk=recipe.logits_chunk)
 
 
 class UpdatePrograms(NamedTuple):
