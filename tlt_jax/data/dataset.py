@@ -206,10 +206,8 @@ def _task_prompts(
     split: str,
 ) -> list[Prompt]:
     """Prompts of a task. Raises DataError when one exceeds data.max_prompt_tokens although longest_row does not."""
-    prompts, limit = (
-        encoder.prompts(_task_rows(task, seed, indices, split)),
-        config.data.max_prompt_tokens,
-    )
+    prompts = encoder.prompts(_task_rows(task, seed, indices, split))
+    limit = config.data.max_prompt_tokens
     for prompt in prompts:
         if len(prompt.tokens) > limit:
             raise DataError(
