@@ -90,14 +90,15 @@ def load(config: Config, job: Job) -> Setup:
         check_trackers(config)
     tokenizer = prompt_format.tokenizer_of(config)
     dataset = datasets.load(config, tokenizer)
-    teacher.check(config, dataset)
     if job.is_first:
         print(dataset.describe(), flush=True)
     job.agree(  # what all processes of a run must have in common: every knob, the code, the data
         {name: str(value) for name, value in parse.flatten(config).items()}
         | {"tlt_jax's code": sources(), "jax": jax.__version__, "data": dataset.digest()}
     )
-    return Setup.of(config, tokenizer, dataset, job)
+    setup = Setup.of(config, tokenizer, dataset, job)
+    teacher.check(config, dataset, setup.model)
+    return setup
 
 
 def make_run(setup: Setup) -> TrainingRun:

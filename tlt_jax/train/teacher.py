@@ -24,7 +24,7 @@ from tlt_jax.data.prompt_format import Encoder, Prompt
 from tlt_jax.distributed.mesh import is_cpu, put, sharding
 from tlt_jax.errors import DataError, ModelError
 from tlt_jax.models import hf, hf_config, shelf, targets
-from tlt_jax.models.architecture import Params
+from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.rollout.recorder import Completion
 from tlt_jax.train import batch as batches, policy_update
 from tlt_jax.train.batch import Batch
@@ -169,8 +169,11 @@ def recipe_of(config: Config, recipe: Recipe) -> Recipe | None:
     )  # fmt: skip
 
 
-def check(config: Config, dataset: Dataset) -> None:
-    """Raises ModelError for a teacher with another vocabulary, and DataError for rows that lack its hint."""
+def check(config: Config, dataset: Dataset, policy: ModelConfig) -> None:
+    """Raises ModelError for a teacher with another vocabulary, and DataError for rows that lack its hint.
+
+    Also where prompt, hint and answer may be longer than the teacher's positions.
+    """
     knobs, ours = config.algorithm.teacher, dataset.encoder.tokenizer
     rows = dataset.train if dataset.task is None else dataset.prompts(0)
     if lacking := [one for one in rows if knobs.hint and one.row.get(knobs.hint) is None]:
@@ -178,13 +181,28 @@ def check(config: Config, dataset: Dataset) -> None:
             f"row {lacking[0].id} has no column {knobs.hint!r}, which algorithm.teacher.hint names: its columns are "
             f"{', '.join(lacking[0].row)}"
         )
-    if not knobs.path or knobs.path == SELF:
+    if not knobs.path:
         return
-    directory = hf.resolve(parse.expand(knobs.path, "algorithm.teacher.path"))
-    theirs, size = (
-        prompt_format.find_tokenizer(directory),
-        hf_config.read_config(directory).vocab_size,
-    )
+    model, directory = policy, None
+    if knobs.path != SELF:
+        directory = hf.resolve(parse.expand(knobs.path, "algorithm.teacher.path"))
+        model = hf_config.read_config(directory)
+    longest, which = config.data.max_prompt_tokens, "data.max_prompt_tokens"
+    if knobs.hint:
+        hinted = dataset.encoder.prompts([hinted_row(one.row, knobs.hint) for one in rows])
+        longest, which = max(
+            ((len(one.tokens), f"prompt and {knobs.hint} of row {one.id}") for one in hinted),
+            default=(0, ""),
+        )
+    answer = config.rollout.max_new_tokens
+    if longest + answer > model.max_positions:
+        raise DataError(
+            f"{which} {longest} + rollout.max_new_tokens {answer} = {longest + answer}, and the teacher has "
+            f"{model.max_positions} positions: lower one of them, or use another teacher"
+        )
+    if directory is None:
+        return
+    theirs, size = prompt_format.find_tokenizer(directory), model.vocab_size
     if theirs is not None and shelf.vocabulary_digest(theirs) != shelf.vocabulary_digest(ours):
         known, other = ours.get_vocab(), theirs.get_vocab()
         token = min(set(known.items()) ^ set(other.items()), key=lambda one: (one[1], one[0]))
