@@ -20,7 +20,7 @@ MOST = {
     "lines of tests": 40_850,
     "lines of benchmarks": 3_090,
     "words of pages": 34_000,
-    "knobs": 132,
+    "knobs": 133,
 }
 
 

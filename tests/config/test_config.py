@@ -58,11 +58,24 @@ def test_a_share_is_a_number_or_auto(write, text, value):
         assert share == value and type(share) is type(value)
 
 
+TAUGHT = "--algorithm.teacher.path t --algorithm.teacher.top_k 8 --algorithm.teacher.drafter 0.5 --drafter_training.share 0.5"
+
+
 @pytest.mark.parametrize(
     ("words", "message", "is_of_rewards"),
     [
         ("--rollout.temperature 0", "rollout.temperature 0: all answers", False),
         ("--speculation.drafter ngram --drafter_training.share 0.5", "share 0.5 with", False),
+        (
+            f"{TAUGHT} --drafter_training.share auto",
+            "drafter 0.5 with drafter_training.share auto",
+            False,
+        ),
+        (
+            f"{TAUGHT} --rollout.temperature 0.7",
+            "temperature 0.7: a drafter learns those at 1",
+            False,
+        ),
         ("--data.train x.jsonl --model.tokenizer t", "reward 'task' scores", True),
         ("--reward.terms {}", "reward.terms is empty", True),
         ("--reward.terms.gsm8 1", "'gsm8', which is not a reward: .*did you mean gsm8k", True),

@@ -16,6 +16,7 @@ from test_drafter_update import (
     DSPARK,
     DSPARK_BARE,
     DSPARK_REDUCED,
+    DSPARK_TAUGHT,
     recipe_of,
     slope_of,
 )
@@ -125,7 +126,8 @@ def plain_loss(
                 best = np.argsort(-logits)[: config.selector_top_k]
                 own = updates.softmax(logits[best] + bias[best])
                 full[kept[best]] = full[kept[best]].sum() * own
-            variation, accepted = np.abs(full - p).sum(), np.minimum(full, p).sum()
+            goal = updates.goal_of(recipe, p, batch, row, place)
+            variation, accepted = np.abs(full - goal).sum(), np.minimum(full, p).sum()
             weight = np.exp(-j / losses.GAMMA)
             terms = {"variation": variation}
             if config.confidence:
@@ -164,6 +166,7 @@ def plain_loss(
         pytest.param(DSPARK, marks=pytest.mark.matrix),
         DSPARK_REDUCED,
         DSPARK_BARE,
+        DSPARK_TAUGHT,
     ],
 )  # DSPARK_REDUCED has all that DSPARK has, and a draft vocabulary
 def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slope(

@@ -13,6 +13,7 @@ from tlt_jax.config import Config
 from tlt_jax.config.schema import DrafterTraining, Optim
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example, PackedRows
+from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.drafter import (
     losses,
@@ -34,11 +35,15 @@ UNROLL = 2
 EAGLE, WHOLE, REDUCED = "eagle", "eagle3", "eagle3 reduced"
 DFLASH, DSPARK, DSPARK_REDUCED, DSPARK_BARE = "dflash", "dspark", "dspark reduced", "dspark bare"
 DFLASH2, DFLASH2_REDUCED = "dflash2", "dflash2 reduced"
+# With a teacher of the policy whose LIKELY likeliest tokens are known.
+REDUCED_TAUGHT, DSPARK_TAUGHT, LIKELY, TEACHER_SHARE = (
+    "eagle3 reduced taught", "dspark reduced taught", 4, 0.3,
+)  # fmt: skip
 SOME, ONE = {"draft_vocab_size": len(IDS)}, {"block_size": 3, "num_layers": 1, "markov_rank": 8}
 SIZES = {
     EAGLE: {}, WHOLE: {}, REDUCED: SOME, DFLASH: {"block_size": 4}, DSPARK: ONE, DSPARK_REDUCED: ONE | SOME,
     DSPARK_BARE: ONE | {"markov_rank": 0, "confidence": False}, DFLASH2: ONE | {"selector_top_k": 4, "conv_group_size": 4},
-    DFLASH2_REDUCED: ONE | SOME | {"selector_top_k": 3, "block_size": 4},
+    DFLASH2_REDUCED: ONE | SOME | {"selector_top_k": 3, "block_size": 4}, REDUCED_TAUGHT: SOME, DSPARK_TAUGHT: ONE | SOME,
 }  # fmt: skip
 OF_EACH_KIND = pytest.mark.parametrize(
     "kind",
@@ -55,7 +60,7 @@ def recipe_of(kind=EAGLE, data=1, model=1, **changes) -> DrafterRecipe:
     drafter = drafters.for_policy(MODEL, kind.split()[0], **SIZES[kind])
     fixed = {
         "unroll": 0 if drafter.is_block else UNROLL, "param_dtype": "float64", "compute_dtype": "float64",
-        "logits_chunk": 16, "attention_block": 16,
+        "logits_chunk": 16, "attention_block": 16, "teacher_share": TEACHER_SHARE * kind.endswith("taught"),
     }  # fmt: skip
     return DrafterRecipe(MODEL, drafter, make_mesh(data, model), ADAM, **(fixed | changes))
 
@@ -95,7 +100,27 @@ def batch_of(recipe: DrafterRecipe) -> PackedRows:
     packed, _ = packing.pack(examples, 16, 4)
     assert len(packed.tokens) == 1
     rows = jax.tree.map(lambda leaf: leaf[0], packed._replace(targets=None))
-    return drafter_update.on_mesh(rows, recipe.mesh)
+    if not recipe.teacher_share:
+        return drafter_update.on_mesh(rows, recipe.mesh)
+    p = softmax(random.normal(0, 2, (*rows.tokens.shape, 11)))
+    ids = np.argsort(-p, axis=-1)[..., :LIKELY].astype(np.int32)
+    taught = ids, np.log(np.take_along_axis(p, ids, -1))
+    placed = meshes.put(taught, meshes.sharding(recipe.mesh, ("batch", None, None), "train"))
+    rows = drafter_update.on_mesh(rows, recipe.mesh)
+    return rows._replace(teacher_ids=placed[0], teacher_logprobs=placed[1])
+
+
+def goal_of(recipe: DrafterRecipe, p: np.ndarray, batch: PackedRows, *place: int) -> np.ndarray:
+    """What the drafter learns at a position where the policy has the probabilities p[11]."""
+    if not recipe.teacher_share:
+        return p
+    ids = np.asarray(batch.teacher_ids)[place]
+    theirs = p.copy()
+    theirs[ids] = np.exp(np.asarray(batch.teacher_logprobs)[place])
+    others = np.setdiff1d(np.arange(11), ids)
+    theirs[others] *= (1 - theirs[ids].sum()) / p[others].sum()
+    assert theirs.sum() == pytest.approx(1)
+    return (1 - recipe.teacher_share) * p + recipe.teacher_share * theirs
 
 
 def observed(recipe: DrafterRecipe, policy: architecture.Params, batch: PackedRows) -> PackedRows:
@@ -209,7 +234,8 @@ def plain_loss(
                 agrees.append(kept[drafted.argmax()] == p.argmax())
                 acceptance.append(np.minimum(p[kept], drafted).sum())
                 if p.argmax() in kept:
-                    tokens.append(-(p[kept] / p[kept].sum() * np.log(drafted)).sum())
+                    goal = goal_of(recipe, p, batch, row, place)[kept]
+                    tokens.append(-(goal / goal.sum() * np.log(drafted)).sum())
         part = 0.1 * np.mean(tokens) + np.mean(features) if eagle1 else np.mean(tokens)
         total += losses.DECAY**j * part
         metrics |= {
@@ -223,7 +249,9 @@ def plain_loss(
     return metrics | {"loss": total, "tokens": answers.sum()}
 
 
-@pytest.mark.parametrize("kind", [EAGLE, pytest.param(WHOLE, marks=pytest.mark.matrix), REDUCED])
+@pytest.mark.parametrize(
+    "kind", [EAGLE, pytest.param(WHOLE, marks=pytest.mark.matrix), REDUCED, REDUCED_TAUGHT]
+)
 def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slope(kind, x64):
     recipe = recipe_of(kind)
     policy, params = policy_of(recipe), params_of(recipe)
@@ -251,7 +279,30 @@ def test_segments_and_not_positions_determine_what_a_draft_step_can_predict(kind
     assert_same(loss(params, shared, batch), loss(params, shared, moved), rtol=1e-10)
 
 
+@pytest.mark.parametrize("share", [0.4, 1.0])
+def test_a_teacher_that_is_the_policy_or_has_all_tokens_known(x64, share):
+    """Mixed with itself a policy is what it was; with all tokens and the whole share the teacher's distribution is learned."""
+    p, t = jax.nn.log_softmax(np.random.default_rng(3).normal(0, 2, (2, 5, 7)), axis=-1)
+    for theirs, known in ((p, 3), (t, 7)):
+        teacher = losses.Likeliest(*jax.lax.top_k(theirs, known)[::-1])
+        normalizer, _, scale = losses.sums(p + 2.0, teacher)
+        assert_same(normalizer, jnp.full(5, 2.0), rtol=1e-12)
+        expected = np.log((1 - share) * np.exp(p) + share * np.exp(theirs))
+        assert_same(losses.mixed(p, teacher, scale, None, share), expected, rtol=1e-9)
+
+
 # Sharding and chunks
+
+
+@pytest.mark.parametrize("kind", [REDUCED_TAUGHT, DSPARK_TAUGHT])
+def test_sharded_and_chunked_losses_with_a_teacher_are_the_plain_one(kind, x64):
+    found = []
+    for recipe in (recipe_of(kind), recipe_of(kind, 2, 2, logits_chunk=1)):
+        policy, params = policy_of(recipe), params_of(recipe)
+        batch, shared = observed(recipe, policy, batch_of(recipe)), drafters.shared(policy)
+        given = params.replace(ids=None), params, shared, batch
+        found.append(slope_of(recipe)(*given))
+    assert_same(*found, rtol=1e-9, atol=1e-12)
 
 
 @OF_EACH_KIND

@@ -11,23 +11,26 @@ import numpy as np
 import pytest
 import test_sequence_losses as answers
 from objectives import algorithm
+from test_adaptive_runs import UNEVEN, drafter_of
 from test_policy_update import MODEL, recipe_of
-from training_runs import SIZES, completions, events, resumed
+from test_step_training import SHARE
+from training_runs import SIZES, assert_equal, assert_same_bits, completions, events, resumed, spied
 
 from tlt_jax import cli
 from tlt_jax.config.schema import Teacher
 from tlt_jax.data import prompt_format
 from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.drafter import losses
 from tlt_jax.errors import ConfigError, DataError, ModelError
 from tlt_jax.models import architecture, from_config, hf, hf_config
 from tlt_jax.train import batch as batches, loop, policy_update, teacher as teachers
 
 known = answers.known  # a fixture
-SHARE = 0.7  # weight of the teacher
+WEIGHT = 0.7  # of the teacher
 
 
 def objective(top_k: int = 0, **knobs):
-    return algorithm(teacher=Teacher("given", SHARE, top_k), **knobs)
+    return algorithm(teacher=Teacher("given", WEIGHT, top_k), **knobs)
 
 
 def rows_of(recipe, known, rewarded: bool, **given):
@@ -68,7 +71,7 @@ def test_the_sampled_reverse_kl_adds_to_the_advantages(known, shallow, x64):
     logp, _ = map(np.asarray, answers.plain_scores(params, rows))
     value, sums, gradient = value_and_gradient(recipe, params, rows)
     mask, theirs = np.asarray(rows.mask), np.asarray(rows.teacher_logprobs)
-    advantage = np.asarray(rows.advantages) + SHARE * (theirs - logp)
+    advantage = np.asarray(rows.advantages) + WEIGHT * (theirs - logp)
     expected = -np.sum((np.asarray(rows.weights) * advantage)[mask])
     assert float(value) == pytest.approx(expected, rel=1e-10)
     assert float(sums["teacher_kl"]) == pytest.approx((logp - theirs)[mask].sum())
@@ -111,7 +114,7 @@ def test_the_kl_over_the_teachers_likeliest_tokens_is_that_of_trl(known, shallow
         sums_of = lambda q: np.bincount(event, q, minlength=top_k + 1)  # noqa: E731, B023
         log_ratio = np.log(np.maximum(sums_of(p), 2e-16)) - np.log(np.maximum(sums_of(t), 2e-16))
         kl = np.sum(sums_of(p) * log_ratio)
-        weight = SHARE * float(rows.weights[row, token])
+        weight = WEIGHT * float(rows.weights[row, token])
         total += weight * kl
         dlogits = weight * p * (log_ratio[event] - kl) / answers.TEMPERATURE
         slopes[read] += dlogits @ embed
@@ -174,6 +177,27 @@ def test_weights_that_lie_with_the_host_give_the_same_log_probs(
     assert np.abs(found[0]).max() > 1
 
 
+def test_a_drafter_learns_from_the_teacher_and_changes_no_bit_of_the_policy(
+    configure, tmp_path, model_directory, monkeypatch
+):
+    """Also after the run was resumed."""
+    knobs = UNEVEN | {
+        "algorithm.teacher.path": str(model_directory), "algorithm.teacher.top_k": 5, "algorithm.advantage": "none",
+        "train.steps": 2, "train.row_tokens": 96,
+    }  # fmt: skip
+    plain = configure(tmp_path / "plain", knobs)
+    taught = configure(tmp_path / "taught", SHARE | knobs | {"algorithm.teacher.drafter": 0.5})
+    given = spied(
+        monkeypatch, losses, "mixed",
+        lambda target, teacher, scale, ids, share: (teacher is not None and teacher.ids.shape[-1], share),
+    )  # fmt: skip
+    assert loop.train(plain) == loop.train(taught) == cli.DONE
+    assert (5, 0.5) in given
+    assert_same_bits(taught, plain)
+    again = resumed(taught, tmp_path / "again", 1)
+    assert_equal(drafter_of(again, 2), drafter_of(taught, 2))
+
+
 def test_a_policy_with_a_hint_is_its_own_teacher(configure, tmp_path):
     knobs = {
         "algorithm.teacher.path": "self", "algorithm.teacher.hint": "answer", "train.steps": 2, "eval.every": 0,
@@ -199,6 +223,12 @@ def test_teachers_that_cannot_teach_are_refused_by_name(configure, tmp_path, mod
     )
     with pytest.raises(DataError, match="no column 'why', which algorithm.teacher.hint names"):
         loop.train(config)
+    twice = {"algorithm.teacher.path": "self", "algorithm.teacher.hint": "prompt"}
+    config = configure(tmp_path / "run", twice | {"rollout.max_new_tokens": 56})
+    with pytest.raises(
+        DataError, match="prompt and prompt of row .* and the teacher has 64 positions"
+    ):
+        loop.train(config)
     for change, said in (
         ({"algorithm.teacher.top_k": 4}, "top_k 4 without algorithm.teacher.path has no effect"),
         ({"algorithm.advantage": "none"}, "none without a teacher"),
@@ -210,6 +240,11 @@ def test_teachers_that_cannot_teach_are_refused_by_name(configure, tmp_path, mod
                 "algorithm.teacher.top_k": 4,
             },
             "set algorithm.teacher.top_k 0",
+        ),
+        ({"algorithm.teacher.drafter": 0.5}, "drafter 0.5 without algorithm.teacher.path has"),
+        (
+            {"algorithm.teacher.path": "x", "algorithm.teacher.drafter": 0.5},
+            "drafter 0.5 with algorithm.teacher.top_k 0",
         ),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -198,6 +198,13 @@ class Teacher:
     hint: str = knob(
         "", "column of the data, for example a solution, that follows the prompt for the teacher"
     )
+    drafter: float = knob(
+        0.0,
+        "with top_k: share of the teacher's distribution in what the adaptive drafter learns from the rows of a policy update; "
+        "the rest is the policy's",
+        at_least=0,
+        at_most=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,18 @@ def validate_rl(config: Config) -> Iterator[str]:
             f"drafter_training.share {share} with speculation.drafter {drafter!r}: this run trains no drafter: use "
             f"{ADAPTIVE}, or a share of 0"
         )
+    teacher = config.algorithm.teacher
+    if teacher.drafter and share in (AUTO, 0):
+        yield (
+            f"algorithm.teacher.drafter {teacher.drafter:g} with drafter_training.share {share}: only rows of a policy update "
+            "have the teacher's log-probs: set drafter_training.share to a number above 0, for example 0.25"
+        )
+    if teacher.drafter and (teacher.temperature or config.rollout.temperature) != 1:
+        yield (
+            f"algorithm.teacher.drafter {teacher.drafter:g} with the teacher's log-probs at temperature "
+            f"{teacher.temperature or config.rollout.temperature:g}: a drafter learns those at 1: set "
+            "algorithm.teacher.temperature 1"
+        )
     validate_rewards(config)
 
 
@@ -277,6 +289,7 @@ def validate_algorithm(algorithm: Algorithm, samples: int, compute_dtype: str) -
         ("top_k", teacher.top_k),
         ("temperature", teacher.temperature),
         ("hint", teacher.hint),
+        ("drafter", teacher.drafter),
     ):
         if value and not teacher.path:
             yield f"algorithm.teacher.{name} {value!r} without algorithm.teacher.path has no effect: set it, or remove {name}"
@@ -289,6 +302,11 @@ def validate_algorithm(algorithm: Algorithm, samples: int, compute_dtype: str) -
         yield (
             f"algorithm.teacher.hint {teacher.hint!r} with algorithm.teacher.top_k {teacher.top_k}: log-probs after another "
             "prompt are kept of the policy's tokens alone: set algorithm.teacher.top_k 0"
+        )
+    if teacher.drafter and not teacher.top_k:
+        yield (
+            f"algorithm.teacher.drafter {teacher.drafter:g} with algorithm.teacher.top_k 0: the teacher's distribution is not "
+            "known: set algorithm.teacher.top_k, for example 8"
         )
     if samples < 2 and algorithm.advantage not in (REINFORCE_PP, NONE):
         yield (

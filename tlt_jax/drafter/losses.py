@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from tlt_jax import keys
 from tlt_jax.data.packing import PackedRows
@@ -86,16 +86,21 @@ def eagle_loss(
     head = PolicyHead.of(shared, params, recipe, batch.states.dtype)
     draft = draft_logits(params, head, recipe)
 
-    def one(states: Array, *hidden: Array) -> list[Scores]:
+    def one(states: Array, teacher: Likeliest | None, *hidden: Array) -> list[Scores]:
         """The policy's logits serve all draft steps."""
         logits = head.logits(states)
-        normalizer, top = sums(logits)
+        normalizer, top, rest = sums(logits, teacher)
         target = logits if head.ids is None else head.drafted(states)
         target, labels = target - normalizer[..., None], label_of(top, head.ids)
-        return [score(target, draft(state, None)[0], top, labels, head.ids) for state in hidden]
+        goal = mixed(target, teacher, rest, head.ids, recipe.teacher_share)
+        return [
+            score(target, draft(state, None)[0], top, labels, head.ids, goal=goal)
+            for state in hidden
+        ]
 
     chunk = max(1, recipe.logits_chunk // (1 + len(aligned)))
-    scores = in_chunks(one, (batch.states, *aligned), recipe.mesh, chunk)
+    rows = batch.states, Likeliest.of(batch, recipe), *aligned
+    scores = in_chunks(one, rows, recipe.mesh, chunk)
     total, metrics = jnp.zeros((), scores[0].acceptance.dtype), {}
     for j, (predicted, scored) in enumerate(zip(aligned, scores, strict=True)):
         _, reaches = eagle.shift(batch.segments, batch.segments, j + 1)
@@ -139,25 +144,29 @@ def block_loss(
     head = PolicyHead.of(shared, params, recipe, hidden.dtype)
     draft, last = draft_logits(params, head, recipe), batch.tokens.shape[1] - 1
 
-    def one(
-        states: Array, normalizer: Array, top: Array, labels: Array, hidden: Array, previous: Array
-    ) -> Scores:
+    def one(policy: tuple, labels: Array, hidden: Array, previous: Array) -> Scores:
+        states, teacher, (normalizer, top, rest) = policy
         target = head.drafted(states) - normalizer[..., None]
         logits, confidence = draft(hidden, previous)
-        return score(target, logits, top, labels, head.ids, True, confidence)
+        goal = mixed(target, teacher, rest, head.ids, recipe.teacher_share)
+        return score(target, logits, top, labels, head.ids, True, confidence, goal)
 
     # The policy's logits are computed once for each token of the rows; several positions may predict it.
-    normalizer, top = in_chunks(
-        lambda states: sums(head.logits(states)), (batch.states,), recipe.mesh, recipe.logits_chunk
+    policy = batch.states, Likeliest.of(batch, recipe)
+    known = in_chunks(
+        lambda states, teacher: sums(head.logits(states), teacher),
+        policy,
+        recipe.mesh,
+        recipe.logits_chunk,
     )
-    policy = (look_up(array, places.at) for array in (batch.states, normalizer, top))
+    policy = jax.tree.map(lambda array: look_up(array, places.at), (*policy, known))
     after = label_of(look_up(batch.tokens, jnp.minimum(places.at + 1, last)), head.ids)
     labels = jnp.where(places.has_next, after, -1)
     previous = look_up(batch.tokens, places.at)
     previous = block_drafter.markov_embedding(params, previous, hidden.dtype)
-    rows = tuple(
-        array.reshape(len(array), hidden.shape[1] * config.depth, *array.shape[3:])
-        for array in (*policy, labels, hidden, previous)
+    rows = jax.tree.map(
+        lambda array: array.reshape(len(array), hidden.shape[1] * config.depth, *array.shape[3:]),
+        (policy, labels, hidden, previous),
     )
     scores = in_chunks(one, rows, recipe.mesh, max(1, recipe.logits_chunk // 2))
     scores = jax.tree.map(lambda array: array.reshape(places.at.shape), scores)
@@ -255,6 +264,7 @@ def score(
     ids: Int32[Array, " U"] | None,
     is_block: bool = False,
     confidence: Float[Array, "*A"] | None = None,
+    goal: Float[Array, "*A U"] | None = None,
 ) -> Scores:
     """Scores of draft logits against the policy's log-probs `target` of the same tokens.
 
@@ -262,26 +272,29 @@ def score(
     `ids`: the tokens of the draft vocabulary; None: all. `token_loss` is the cross-entropy to the policy over the draft
     vocabulary; of a block drafter that of the labels, with `variation`, the L1 distance of drafter and policy over all
     tokens, and `confidence_loss`, the cross-entropy of the log-odds `confidence` (None: no such head) to the acceptance,
-    which gets no gradient from it.
+    which gets no gradient from it. `goal`: log-probs that cross-entropy and distance compare with, of `mixed`; None: the
+    policy's.
     """
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     p, q = jnp.exp(target), jnp.exp(logprobs)
+    goal = target if goal is None else goal
     acceptance = jnp.sum(jnp.minimum(p, q), axis=-1)
     guess = jnp.argmax(logits, axis=-1)
     agrees = (guess if ids is None else ids[guess]) == top
     if not is_block:
-        token_loss = -jnp.sum(jax.nn.softmax(target, axis=-1) * logprobs, axis=-1)
+        token_loss = -jnp.sum(jax.nn.softmax(goal, axis=-1) * logprobs, axis=-1)
         return Scores(agrees, acceptance, labels >= 0, {"token_loss": token_loss})
     index = jax.lax.broadcasted_iota(labels.dtype, logprobs.shape, logprobs.ndim - 1)
     token_loss = -jnp.sum(jnp.where(index == labels[..., None], logprobs, 0), axis=-1)
-    # The policy's probability of tokens outside the draft vocabulary, which the drafter gives 0, is part of the distance.
-    variation = jnp.sum(jnp.abs(q - p), axis=-1)
+    # The probability of tokens outside the draft vocabulary, which the drafter gives 0, is part of the distance.
+    wanted = jnp.exp(goal)
+    variation = jnp.sum(jnp.abs(q - wanted), axis=-1)
     if ids is not None:
-        variation += jnp.maximum(1 - jnp.sum(p, axis=-1), 0)
+        variation += jnp.maximum(1 - jnp.sum(wanted, axis=-1), 0)
     terms = {"token_loss": token_loss, "variation": variation}
     if confidence is not None:
-        wanted = jax.lax.stop_gradient(acceptance)
-        terms["confidence_loss"] = optax.sigmoid_binary_cross_entropy(confidence, wanted)
+        label = jax.lax.stop_gradient(acceptance)
+        terms["confidence_loss"] = optax.sigmoid_binary_cross_entropy(confidence, label)
     return Scores(agrees, acceptance, labels >= 0, terms)
 
 
@@ -363,9 +376,50 @@ class PolicyHead(NamedTuple):
         return jax.lax.with_sharding_constraint(logits, sharding(self.mesh, axes, "train"))
 
 
-def sums(logits: Float[Array, "*A V"]) -> tuple[Float[Array, "*A"], Int[Array, "*A"]]:
-    """The logsumexp of the policy's logits, and its most likely token."""
-    return jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1)
+class Likeliest(NamedTuple):
+    """The K tokens that a teacher finds most likely at each position, with its log-probs at temperature 1."""
+
+    ids: Int[Array, "*A K"]
+    logprobs: Float[Array, "*A K"]
+
+    @classmethod
+    def of(cls, batch: PackedRows, recipe: DrafterRecipe) -> Likeliest | None:
+        """Those of the rows; None where the drafter learns from the policy alone."""
+        if not recipe.teacher_share or batch.teacher_ids is None:
+            return None
+        return cls(batch.teacher_ids, batch.teacher_logprobs)
+
+
+def sums(
+    logits: Float[Array, "*A V"], teacher: Likeliest | None
+) -> tuple[Float[Array, "*A"], Int[Array, "*A"], Float[Array, "*A"] | None]:
+    """The logsumexp of the policy's logits, its most likely token, and the log of what `mixed` scales other tokens by."""
+    normalizer, top, scale = jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1), None
+    if teacher:
+        logprobs = jnp.take_along_axis(logits, teacher.ids, axis=-1) - normalizer[..., None]
+        scale = targets.rest(teacher.logprobs) - targets.rest(logprobs)
+    return normalizer, top, scale
+
+
+def mixed(
+    target: Float[Array, "*A U"],
+    teacher: Likeliest | None,
+    scale: Float[Array, "*A"] | None,
+    ids: Int32[Array, " U"] | None,
+    share: float,
+) -> Float[Array, "*A U"] | None:
+    """Log-probs of (1 - share) of the policy and `share` of the teacher, which the drafter learns; None without a teacher.
+
+    A token that is not among the teacher's likeliest has the policy's probability, scaled so that all add up to 1.
+    """
+    if teacher is None:
+        return None
+    places = label_of(teacher.ids, ids)
+    places = jnp.where(places < 0, target.shape[-1], places)
+    theirs = jnp.put_along_axis(
+        target + scale[..., None], places, teacher.logprobs.astype(target.dtype), axis=-1, inplace=False, mode="drop"
+    )  # fmt: skip
+    return jnp.logaddexp(target + jnp.log1p(-share), theirs + jnp.log(share))
 
 
 def draft_logits(
@@ -422,16 +476,16 @@ def least_of_best(logits: Float[Array, "*A U"], k: int, parts: int) -> Float[Arr
 
 def in_chunks(
     one: Callable[..., PyTree],
-    rows: tuple[Shaped[Array, "R T ..."], ...],
+    rows: tuple[PyTree, ...],
     mesh: Mesh,
     chunk: int,
 ) -> PyTree:
     """one(*rows), where `one` treats each token independently, on `chunk` tokens of each data group at once.
 
-    `one` takes and returns arrays [groups, R / groups, t, ...]. The backward pass recomputes it, unless there is only one
-    chunk, whose memory would not be freed earlier anyway.
+    `rows`: pytrees of arrays [R, T, ...]. `one` takes and returns arrays [groups, R / groups, t, ...]. The backward pass
+    recomputes it, unless there is only one chunk, whose memory would not be freed earlier anyway.
     """
-    R, T = rows[0].shape[:2]
+    R, T = jax.tree.leaves(rows)[0].shape[:2]
     groups = mesh.shape["data"]
     length = max(1, min(T, chunk * groups // R))
     chunks = -(-T // length)
@@ -447,7 +501,7 @@ def in_chunks(
         return jnp.moveaxis(array, 0, 2).reshape(R, chunks * length, *array.shape[4:])[:, :T]
 
     if chunks == 1:
-        results = one(*[split(array)[0] for array in rows])
+        results = one(*jax.tree.map(lambda array: split(array)[0], rows))
         return jax.tree.map(lambda array: join(array[None]), results)
     results = jax.lax.map(lambda parts: jax.checkpoint(one)(*parts), jax.tree.map(split, rows))
     return jax.tree.map(join, results)

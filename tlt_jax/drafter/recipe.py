@@ -27,7 +27,10 @@ DrafterState = TrainState  # with params of type DrafterParams; the ids have no 
 
 @dataclass(frozen=True)
 class DrafterRecipe:
-    """The static arguments of the programs of drafter.update. `unroll`: draft steps of EAGLE, 0 of a block drafter."""
+    """The static arguments of the programs of drafter.update.
+
+    `unroll`: draft steps of EAGLE, 0 of a block drafter. `teacher_share`: of the policy's teacher, where rows have its tokens.
+    """
 
     model: ModelConfig
     drafter: DrafterConfig
@@ -39,6 +42,7 @@ class DrafterRecipe:
     compute_dtype: str = "float32"
     logits_chunk: int = 1024
     attention_block: int = 512
+    teacher_share: float = 0.0
 
     @property
     def compile_steps(self) -> int:
@@ -56,6 +60,7 @@ def recipe_of(
         Adam.short(config, knobs.learning_rate, knobs.steps),
         0 if drafter.is_block else knobs.unroll or UNROLL[drafter.kind],
         train.seed, config.model.param_dtype, config.model.compute_dtype, *targets.blocks(model.vocab_size, mesh),
+        config.algorithm.teacher.drafter,
     )  # fmt: skip
 
 

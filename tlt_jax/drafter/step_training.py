@@ -110,12 +110,9 @@ def learn(
     """
     if not rows:
         return state, {"drafter/update_steps": 0.0, "drafter/update_tokens": 0.0}, []
-    batches = [
-        PackedRows(
-            one.tokens, one.positions, one.segments, is_answer=one.is_answer, experts=one.experts
-        )
-        for one in rows
-    ]
+    names = ["tokens", "positions", "segments", "is_answer", "experts"]
+    names += ["teacher_ids", "teacher_logprobs"] if recipe.teacher_share else []
+    batches = [PackedRows(**{name: getattr(one, name) for name in names}) for one in rows]
     recipe = replace(recipe, adam=scaled(recipe.adam, batches[0].tokens.size))
     observe, program = update.observation(recipe), update.program(recipe)
     found = []

@@ -170,6 +170,12 @@ def log_softmax(logits: Float[Array, "*A V"], temperature: float) -> Float[Array
     return shifted - jnp.log(total)[..., None]
 
 
+def rest(logprobs: Float[Array, "*A K"]) -> Float[Array, "*A"]:
+    """The log-probability of all tokens but these K; where rounding leaves none, that of one rounding."""
+    left = 1 - jnp.sum(jnp.exp(logprobs), axis=-1)
+    return jnp.log(jnp.maximum(left, jnp.finfo(left.dtype).eps))
+
+
 @shaped
 def score(
     logits: Float[Array, "*A V"],

@@ -111,6 +111,10 @@ def lower(
             batch = drafter_update.abstract_rows(
                 recipe.mesh, packing.rows(config), packing.row_tokens(config)
             )
+            if drafting.teacher_share:
+                batch = batch._replace(
+                    teacher_ids=rows.teacher_ids, teacher_logprobs=rows.teacher_logprobs
+                )
             update = partial(drafter_update.program(drafting).lower, state, params, batch)
             held = resident | {"drafter optimizer": device_bytes(state.opt_state)}
             yield PlannedProgram("drafter update", update, recipe.mesh, held)

@@ -280,13 +280,7 @@ def teacher_kl(
 ) -> Float[Array, "G t"]:
     """KL(policy, teacher) over the K tokens that the teacher finds most likely, and all others as one; it has a gradient."""
     policy = jnp.take_along_axis(targets.log_softmax(logits, recipe.temperature), ids, axis=-1)
-
-    def rest(logprobs: Array) -> Array:
-        """The log-probability of all other tokens; where rounding leaves none, that of one rounding."""
-        left = 1 - jnp.sum(jnp.exp(logprobs), axis=-1)
-        return jnp.log(jnp.maximum(left, jnp.finfo(left.dtype).eps))
-
-    others, theirs = rest(policy), rest(teacher)
+    others, theirs = targets.rest(policy), targets.rest(teacher)
     return jnp.sum(jnp.exp(policy) * (policy - teacher), axis=-1) + jnp.exp(others) * (
         others - theirs
     )
