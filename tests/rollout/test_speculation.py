@@ -276,11 +276,13 @@ def test_they_do_with_experts_which_are_recorded(x64, policy, drafter, strategie
     result = tiny.roll_out(engine, weights, *shape, stream=TRAIN_STREAM, step=0, records=True)
     params = architecture.init(policy, make_mesh(1, 1), jax.random.key(0), "float64")
 
-    for one in result.completions:
-        text = jnp.array([*tiny.PROMPTS[one.prompt], *one.tokens], jnp.int32)[None, :-1]
-        where = jnp.arange(text.shape[1])[None], jnp.ones_like(text)
-        found = ids_of(params, policy, text, *where)
-        np.testing.assert_array_equal(np.sort(one.record.reshape(found.shape)), np.sort(found))
+    texts = [[*tiny.PROMPTS[one.prompt], *one.tokens][:-1] for one in result.completions]
+    tokens = np.array([np.pad(text, (0, 32 - len(text))) for text in texts])
+    is_text = np.arange(32) < np.array([*map(len, texts)])[:, None]
+    found = ids_of(params, policy, tokens, np.arange(32) * np.ones_like(tokens), 1 * is_text)
+    for one, ids, here in zip(result.completions, found, is_text, strict=True):
+        ids = ids[here]
+        np.testing.assert_array_equal(np.sort(one.record.reshape(ids.shape)), np.sort(ids))
 
 
 @pytest.mark.parity
@@ -323,37 +325,38 @@ def test_tokens_of_experts_are_those_that_transformers_logits_choose(case, tmp_p
 
 
 def ids_of(params, policy: ModelConfig, tokens, positions, segments) -> np.ndarray:
-    """Experts of the tokens of one row by layer [T, L, k], with the router's logits computed here from hidden states."""
+    """Experts of the tokens of rows by layer [B, T, L, k], with the router's logits computed here from hidden states."""
     layers = tuple(range(policy.num_layers + 1))
-    _, states = transformer.hidden(
-        params, policy, tokens, positions, segments, compute_dtype="float64", captures=layers
-    )
-    states = jnp.split(states[0], len(layers), axis=-1)
-    found = []
-    for index in policy.expert_layers:
-        layer = architecture.layer_at(params.layers, policy, index)
-        angles = decoder_layer.packed_angles(policy.kinds[index], positions, "float64")
-        attended = []
 
-        def keep(layer, config, x, attended_here, *_, to=attended):
-            to.append((x, attended_here))
+    @jax.jit
+    def attended(params, tokens, positions, segments):
+        """Of each layer with experts: what it gets, and what its heads attended to."""
+        _, states = transformer.hidden(
+            params, policy, tokens, positions, segments, compute_dtype="float64", captures=layers
+        )
+        states, kept = jnp.split(states, len(layers), axis=-1), []
+
+        def keep(layer, config, x, heads, *_):
+            kept.append((x, heads))
             return x, None
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(decoder_layer, "finish", keep)
-            decoder_layer.packed_layer(
-                layer, policy.kinds[index], states[index][None], angles, segments, 16
-            )
-        x, heads = (np.asarray(one[0]) for one in attended[0])
-        x = x + heads @ np.asarray(layer.o).T
-        x = (
-            x
-            / np.sqrt((x**2).mean(-1, keepdims=True) + policy.rms_eps)
-            * np.asarray(layer.mlp_norm)
-        )
+            for index in policy.expert_layers:
+                layer, kind = architecture.layer_at(params.layers, policy, index), policy.kinds[index]
+                angles = decoder_layer.packed_angles(kind, positions, "float64")
+                decoder_layer.packed_layer(layer, kind, states[index], angles, segments, 16)
+        return kept
+
+    found = []
+    kept = attended(params, *(jnp.asarray(one, jnp.int32) for one in (tokens, positions, segments)))
+    for index, (x, heads) in zip(policy.expert_layers, kept, strict=True):
+        layer = architecture.layer_at(params.layers, policy, index)
+        x = np.asarray(x) + np.asarray(heads) @ np.asarray(layer.o).T
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + policy.rms_eps) * np.asarray(layer.mlp_norm)
         scores = x @ np.asarray(layer.router).T
-        found.append(np.argsort(-scores)[:, : policy.experts_per_token])
-    return np.stack(found, 1)
+        found.append(np.argsort(-scores)[..., : policy.experts_per_token])
+    return np.stack(found, -2)
 
 
 @pytest.mark.parametrize(

@@ -143,10 +143,7 @@ def reference(
         return transformer.logits(params, policy, x[0, length - 1])[: MODEL.vocab_size]
 
     def logits_of(prefix):
-        return next_logits(
-            jnp.zeros(size, jnp.int32).at[: len(prefix)].set(np.array(prefix, np.int32)),
-            len(prefix),
-        )
+        return next_logits(np.pad(np.array(prefix, np.int32), (0, size - len(prefix))), len(prefix))
 
     draw = jax.jit(
         lambda key, t: noise.gumbel(key[None], t[None, None], MODEL.vocab_size, jnp.float64)[0, 0]
