@@ -14,7 +14,8 @@ import pytest
 import references
 import tiny_engine as tiny
 from test_harvest_engine import WIDTH, fresh
-from test_speculation import MANY, NO, ONE, SPARSE, WIDE, speculating
+from test_speculation import MANY, NO, ONE, WIDE, speculating
+from test_unusual_policies import SPARSE
 
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.drafter.replay import Replay, ReplayConfig
@@ -80,8 +81,7 @@ def expected(policy=POLICY) -> list[tuple[int, list[int], list[bool], str]]:
         return transformer.logits(params, policy, x[0, length - 1])[: policy.vocab_size]
 
     def logits_of(prefix):
-        padded = jnp.zeros(48, jnp.int32).at[: len(prefix)].set(np.array(prefix, np.int32))
-        return next_logits(padded, len(prefix))
+        return next_logits(np.pad(np.int32(prefix), (0, 48 - len(prefix))), len(prefix))
 
     draw = jax.jit(
         lambda key, t: noise.gumbel(key[None], t[None, None], policy.vocab_size, jnp.float64)[0, 0]
