@@ -113,9 +113,9 @@ def expected(policy=POLICY) -> list[tuple[int, list[int], list[bool], str]]:
         ("none", NO, 2, 1, lambda uid, count: 50 * (uid % 5 == 0)),
         ("eagle3", WIDE, 1, 2, lambda uid, count: 7 * uid),
         ("ngram", ONE, 2, 1, lambda uid, count: 200 // (1 + uid)),
-        ("dspark", MANY, 1, 1, lambda uid, count: (uid * 31 + count * 17) % 40),
+        pytest.param("dspark", MANY, 1, 1, lambda uid, count: (uid * 31 + count * 17) % 40, marks=pytest.mark.matrix),
     ],
-)
+)  # fmt: skip
 def test_tokens_do_not_depend_on_drafts_groups_or_when_replies_come(
     x64, drafter, strategies, data, model, wait
 ):
@@ -150,7 +150,8 @@ def test_experts_of_all_turns_and_replies_are_recorded(x64):
 
 def check_records(engine, policy, result):
     """Compares records with those of prefills of the whole texts."""
-    rollout = architecture.to_rollout(tiny.params_of(engine), policy, engine.mesh, "float64")
+    layout = partial(architecture.to_rollout, config=policy, mesh=engine.mesh, dtype="float64")
+    rollout = jax.jit(layout)(tiny.params_of(engine))
     prefill = jax.jit(partial(transformer.prefill, rollout, policy))
     for one in result.completions:
         text = [*tiny.PROMPTS[one.prompt], *one.tokens][:-1]
