@@ -42,8 +42,13 @@ def forward(params, config, replayed=None, tokens=model_cases.TOKENS, **options)
 def own_ids(params, config) -> jax.Array:
     """The experts of the router's choice, as a prefill records them."""
     ids = jnp.asarray(model_cases.TOKENS, jnp.int32)
-    rollout = architecture.to_rollout(params, config, make_mesh(1, 1), "float64")
-    return transformer.prefill(rollout, config, ids, jnp.full(2, ids.shape[1])).experts
+
+    @jax.jit
+    def prefill(params):
+        rollout = architecture.to_rollout(params, config, make_mesh(1, 1), "float64")
+        return transformer.prefill(rollout, config, ids, jnp.full(2, ids.shape[1])).experts
+
+    return prefill(params)
 
 
 def others(config, own: jax.Array) -> jax.Array:
