@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -110,22 +111,21 @@ def test_tokens_of_experts_are_those_that_transformers_logits_choose(case, tmp_p
     engine, _ = speculating("ngram", ["2_1_3"], **settings)
     weights = engine.publish(hf.load(folder, policy, engine.mesh, "float64"))
 
-    def logits_of(prefix: list[int]) -> np.ndarray:
+    @cache  # greedy answers to a prompt are the same
+    def logits_of(*prefix: int) -> np.ndarray:
         with make_goldens.all_float64(), torch.no_grad():
             return theirs(torch.tensor([prefix])).logits[0, -1].numpy()
 
+    keys = sequence_keys(0, TRAIN_STREAM, 0, np.arange(len(tiny.PROMPTS) * tiny.SAMPLES))
+    places = jnp.broadcast_to(jnp.arange(32, dtype=jnp.int32), (len(keys), 32))
+    drawn = np.asarray(noise.gumbel(jnp.asarray(keys), places, policy.vocab_size, jnp.float64))
     for setting in (tiny.GREEDY, tiny.NUCLEUS):
         shape = tiny.PROMPTS, tiny.SAMPLES, setting, tiny.LIMIT
         result = tiny.roll_out(engine, weights, *shape, stream=TRAIN_STREAM, step=0)
-        keys = sequence_keys(0, TRAIN_STREAM, 0, np.arange(len(tiny.PROMPTS) * tiny.SAMPLES))
-        for one, key in zip(result.completions, jnp.asarray(keys), strict=True):
-            drawn = [
-                noise.gumbel(key[None], jnp.int32([[t]]), policy.vocab_size, jnp.float64)[0, 0]
-                for t in range(32)
-            ]
-            ends = tiny.STOPS, tiny.LIMIT
+        for one, noise_of in zip(result.completions, drawn, strict=True):
+            prompt, ends = tiny.PROMPTS[one.prompt], (tiny.STOPS, tiny.LIMIT)
             found = references.decode(
-                logits_of, lambda t, drawn=drawn: drawn[t], tiny.PROMPTS[one.prompt], setting, policy.eos_ids, *ends
+                lambda prefix: logits_of(*prefix), noise_of.__getitem__, prompt, setting, policy.eos_ids, *ends
             )  # fmt: skip
             assert (one.tokens.tolist(), one.finish) == (found[0], found[2])
 
