@@ -84,12 +84,11 @@ def x64():
 LONGEST = (
     "test_failures.py", "test_train.py", "test_processes.py", "test_library.py", "test_step_training.py",
     "test_plan.py", "test_adaptive_runs.py", "test_engine.py", "test_speculation.py", "test_train_drafter.py",
-    "test_deterministic_runs.py", "test_lora_runs.py", "test_idle_training.py", "test_block_loss.py",
-    "test_dynamic_sampling.py", "test_group.py", "test_remat.py", "test_policy_update.py", "test_example_notebook.py",
-    "test_dialogue.py", "test_expert_runs.py", "test_environment_runs.py",
-    "test_supports.py", "test_teacher.py", "test_own_loop.py",
-    "test_benchmarks.py", "test_adaptive_engine.py", "test_distribution.py",
-    "test_generate.py", "test_weights_and_biases.py", "test_extending.py", "test_readme.py",
+    "test_unusual_policies.py", "test_deterministic_runs.py", "test_lora_runs.py", "test_idle_training.py",
+    "test_block_loss.py", "test_dynamic_sampling.py", "test_group.py", "test_remat.py", "test_policy_update.py",
+    "test_example_notebook.py", "test_dialogue.py", "test_expert_runs.py", "test_environment_runs.py",
+    "test_supports.py", "test_teacher.py", "test_own_loop.py", "test_benchmarks.py", "test_adaptive_engine.py",
+    "test_distribution.py", "test_generate.py", "test_weights_and_biases.py", "test_extending.py", "test_readme.py",
 )  # fmt: skip
 
 

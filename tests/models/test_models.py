@@ -140,16 +140,21 @@ def prefilled(
     return jax.jit(kv_cache.insert)(cache, kept, jnp.arange(2), jnp.arange(2))
 
 
+@cache
+def tree_program(config, captures):
+    """The forward of tree nodes, compiled once for each shape of them and of the cache."""
+
+    @jax.jit
+    def forward(weights, cache, lengths, *nodes):
+        return transformer.tree_forward(weights, config, *nodes, cache, lengths, *captures)
+
+    return forward
+
+
 def grow(weights, config, cache, nodes, lengths, depths, seen, *captures):
     positions = np.asarray(lengths)[:, None] + np.asarray(depths)
-    forward = jax.jit(
-        lambda weights, cache, *rest: transformer.tree_forward(
-            weights, config, *rest, cache, lengths, *captures
-        )
-    )
     arrays = (jnp.asarray(nodes, jnp.int32), jnp.asarray(positions, jnp.int32), jnp.asarray(seen))
-    lengths = jnp.asarray(lengths, jnp.int32)
-    return forward(weights, cache, *arrays)
+    return tree_program(config, captures)(weights, cache, jnp.asarray(lengths, jnp.int32), *arrays)
 
 
 @pytest.mark.parametrize(

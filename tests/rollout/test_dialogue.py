@@ -14,7 +14,8 @@ import pytest
 import references
 import tiny_engine as tiny
 from test_harvest_engine import WIDTH, fresh
-from test_speculation import MANY, NO, ONE, SPARSE, WIDE, speculating
+from test_speculation import MANY, NO, ONE, WIDE, speculating
+from test_unusual_policies import SPARSE
 
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.drafter.replay import Replay, ReplayConfig
@@ -80,8 +81,7 @@ def expected(policy=POLICY) -> list[tuple[int, list[int], list[bool], str]]:
         return transformer.logits(params, policy, x[0, length - 1])[: policy.vocab_size]
 
     def logits_of(prefix):
-        padded = jnp.zeros(48, jnp.int32).at[: len(prefix)].set(np.array(prefix, np.int32))
-        return next_logits(padded, len(prefix))
+        return next_logits(np.pad(np.int32(prefix), (0, 48 - len(prefix))), len(prefix))
 
     draw = jax.jit(
         lambda key, t: noise.gumbel(key[None], t[None, None], policy.vocab_size, jnp.float64)[0, 0]
@@ -113,9 +113,9 @@ def expected(policy=POLICY) -> list[tuple[int, list[int], list[bool], str]]:
         ("none", NO, 2, 1, lambda uid, count: 50 * (uid % 5 == 0)),
         ("eagle3", WIDE, 1, 2, lambda uid, count: 7 * uid),
         ("ngram", ONE, 2, 1, lambda uid, count: 200 // (1 + uid)),
-        ("dspark", MANY, 1, 1, lambda uid, count: (uid * 31 + count * 17) % 40),
+        pytest.param("dspark", MANY, 1, 1, lambda uid, count: (uid * 31 + count * 17) % 40, marks=pytest.mark.matrix),
     ],
-)
+)  # fmt: skip
 def test_tokens_do_not_depend_on_drafts_groups_or_when_replies_come(
     x64, drafter, strategies, data, model, wait
 ):
@@ -150,7 +150,8 @@ def test_experts_of_all_turns_and_replies_are_recorded(x64):
 
 def check_records(engine, policy, result):
     """Compares records with those of prefills of the whole texts."""
-    rollout = architecture.to_rollout(tiny.params_of(engine), policy, engine.mesh, "float64")
+    layout = partial(architecture.to_rollout, config=policy, mesh=engine.mesh, dtype="float64")
+    rollout = jax.jit(layout)(tiny.params_of(engine))
     prefill = jax.jit(partial(transformer.prefill, rollout, policy))
     for one in result.completions:
         text = [*tiny.PROMPTS[one.prompt], *one.tokens][:-1]

@@ -1,6 +1,6 @@
 """Rollouts of a tiny policy: no drafter, strategy, mesh, shape or switch changes a token, exactly in float64.
 
-In float32 tokens are equal except for rare near-ties.
+In float32 tokens are equal except for rare near-ties. Policies with unusual layers: test_unusual_policies.py.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ from functools import cache, partial
 
 import identity
 import jax
-import jax.numpy as jnp
-import model_cases
 import numpy as np
 import pytest
-import references
 import tiny_engine as tiny
 
 from tlt_jax.config.schema import Speculation
@@ -32,17 +29,12 @@ from tlt_jax.errors import ConfigError
 from tlt_jax.keys import TRAIN_STREAM, sequence_keys
 from tlt_jax.models import (
     architecture,
-    decoder_layer,
     drafter as drafters,
-    hf,
-    hf_config,
     params as trees,
-    transformer,
 )
-from tlt_jax.models.architecture import ModelConfig, Rope
+from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.interface import Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 from tlt_jax.tuner import interface
@@ -109,22 +101,13 @@ def drafter_of(
     own = drafters.for_policy(policy, **KINDS[drafter])
     if drafter not in ("trained", "adversary"):
         ids = None if own.has_full_vocab else IDS
-        params = drafters.init(own, mesh, jax.random.key(7), dtype, ids)
-        return jax.tree_util.tree_map_with_path(partial(filled, dtype), params)
-    params = trained()
+        params = drafters.init(own, make_mesh(1, 1), jax.random.key(7), dtype, ids)
+        params = jax.tree_util.tree_map_with_path(partial(filled, dtype), params)
+    else:
+        params = trained()
     if drafter == "adversary":
         params = params.replace(final_norm=-CERTAIN * params.final_norm)
-    return placed(params, drafters.abstract(own, mesh, "train", dtype))
-
-
-def placed(params, abstract):
-    """The same weights on another mesh, where the vocabulary may be padded."""
-
-    def place(leaf, target: jax.ShapeDtypeStruct) -> jax.Array:
-        more = [(0, wanted - size) for wanted, size in zip(target.shape, leaf.shape, strict=True)]
-        return jax.device_put(np.pad(leaf, more), target.sharding)
-
-    return jax.tree.map(place, params, abstract)
+    return tiny.placed(params, drafters.abstract(own, mesh, "train", dtype))
 
 
 def speculating(
@@ -216,161 +199,6 @@ def test_tokens_are_the_same_where_a_cpu_tiles_the_matrices(x64, monkeypatch, dr
     accepted(engine, weights, tiny.NUCLEUS)
 
 
-# All that a layer may have, but norms of the whole width; prompts and answers are longer than the window and a round.
-UNUSUAL = replace(
-    tiny.MODEL, num_layers=3, qkv_bias=False, qk_norm="head", norms="both", norm_offset=1.0, activation="gelu_tanh",
-    windows=(3, 0, 3), window_rope=Rope(100.0), unrotated=(2,), embed_scale=4.0, residual_scale=0.5, score_scale=2.0,
-    logit_scale=3.0, score_cap=2.0, logit_cap=5.0,
-)  # fmt: skip
-
-
-# Layers of different shapes, the last two without keys and values, and embeddings for each layer.
-UNLIKE = replace(
-    tiny.MODEL, num_layers=4, qkv_bias=False, qk_norm="head", norms="both", windows=(3, 0, 3, 0), shared_layers=2,
-    full_head_dim=12, full_kv_heads=1, shared_mlp_dim=24, value_norm=True, token_inputs=4, out_scale=True, score_scale=2.0,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "drafter, strategies, data, model",
-    [("none", NO, 1, 1), ("eagle3", WIDE, 1, 2), ("ngram", ONE, 2, 1)],
-)
-def test_they_do_with_layers_of_different_shapes(x64, drafter, strategies, data, model):
-    engine, weights = speculating(
-        drafter, strategies, data, model, policy=UNLIKE, slots=5, chunk=3, batch_buckets=[1, 5], cache_buckets=[32]
-    )  # fmt: skip
-    cache = engine.programs.shapes[0].target.empty(1, 32)
-    assert [keys.shape[2:] for keys in cache.keys] == [(4, 11), (12, 40)]
-    for setting in (tiny.NUCLEUS, tiny.GREEDY):
-        accepted(engine, weights, setting, UNLIKE)
-
-
-# A mixture of experts, of which the middle layer has none, and one with an MLP that all tokens have.
-SPARSE = replace(
-    tiny.MODEL, num_layers=3, qk_norm="head", num_experts=6, experts_per_token=2, expert_dim=8, normed_gates=True,
-    dense_layers=(1,),
-)  # fmt: skip
-SHARED = replace(
-    SPARSE, num_layers=2, dense_layers=(), num_experts=5, experts_per_token=3, shared_dim=12
-)
-
-
-@pytest.mark.parametrize(
-    "policy, drafter, strategies, data, model",
-    [
-        pytest.param(SPARSE, "none", NO, 1, 1, marks=pytest.mark.matrix),
-        (SPARSE, "eagle3", WIDE, 1, 2),
-        (SHARED, "ngram", ONE, 2, 1),
-        pytest.param(SHARED, "dspark", MANY, 1, 1, marks=pytest.mark.matrix),
-    ],
-)
-def test_they_do_with_experts_which_are_recorded(x64, policy, drafter, strategies, data, model):
-    """The recorded experts of all tokens but the last are those that the training forward chooses."""
-    engine, weights = speculating(
-        drafter, strategies, data, model, policy=policy, slots=5, chunk=3, batch_buckets=[1, 5], cache_buckets=[32],
-        records=True,
-    )  # fmt: skip
-    for setting in (tiny.NUCLEUS, tiny.GREEDY):
-        accepted(engine, weights, setting, policy)
-    shape = tiny.PROMPTS, tiny.SAMPLES, tiny.NUCLEUS, tiny.LIMIT
-    result = tiny.roll_out(engine, weights, *shape, stream=TRAIN_STREAM, step=0, records=True)
-    params = architecture.init(policy, make_mesh(1, 1), jax.random.key(0), "float64")
-
-    for one in result.completions:
-        text = jnp.array([*tiny.PROMPTS[one.prompt], *one.tokens], jnp.int32)[None, :-1]
-        where = jnp.arange(text.shape[1])[None], jnp.ones_like(text)
-        found = ids_of(params, policy, text, *where)
-        np.testing.assert_array_equal(np.sort(one.record.reshape(found.shape)), np.sort(found))
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("case", ["qwen3_moe", "qwen2_moe"])
-def test_tokens_of_experts_are_those_that_transformers_logits_choose(case, tmp_path, x64):
-    """Greedy and sampled, token by token, each from transformers' logits of the whole prefix in float64."""
-    import make_goldens
-    import torch
-
-    folder = model_cases.write(case, tmp_path / case)
-    policy, theirs = hf_config.read_config(folder), make_goldens.reference(folder)
-    settings = {
-        "policy": policy,
-        "slots": 5,
-        "chunk": 3,
-        "batch_buckets": [5],
-        "cache_buckets": [32],
-    }
-    engine, _ = speculating("ngram", ["2_1_3"], **settings)
-    weights = engine.publish(hf.load(folder, policy, engine.mesh, "float64"))
-
-    def logits_of(prefix: list[int]) -> np.ndarray:
-        with make_goldens.all_float64(), torch.no_grad():
-            return theirs(torch.tensor([prefix])).logits[0, -1].numpy()
-
-    for setting in (tiny.GREEDY, tiny.NUCLEUS):
-        shape = tiny.PROMPTS, tiny.SAMPLES, setting, tiny.LIMIT
-        result = tiny.roll_out(engine, weights, *shape, stream=TRAIN_STREAM, step=0)
-        keys = sequence_keys(0, TRAIN_STREAM, 0, np.arange(len(tiny.PROMPTS) * tiny.SAMPLES))
-        for one, key in zip(result.completions, jnp.asarray(keys), strict=True):
-            drawn = [
-                noise.gumbel(key[None], jnp.int32([[t]]), policy.vocab_size, jnp.float64)[0, 0]
-                for t in range(32)
-            ]
-            ends = tiny.STOPS, tiny.LIMIT
-            found = references.decode(
-                logits_of, lambda t, drawn=drawn: drawn[t], tiny.PROMPTS[one.prompt], setting, policy.eos_ids, *ends
-            )  # fmt: skip
-            assert (one.tokens.tolist(), one.finish) == (found[0], found[2])
-
-
-def ids_of(params, policy: ModelConfig, tokens, positions, segments) -> np.ndarray:
-    """Experts of the tokens of one row by layer [T, L, k], with the router's logits computed here from hidden states."""
-    layers = tuple(range(policy.num_layers + 1))
-    _, states = transformer.hidden(
-        params, policy, tokens, positions, segments, compute_dtype="float64", captures=layers
-    )
-    states = jnp.split(states[0], len(layers), axis=-1)
-    found = []
-    for index in policy.expert_layers:
-        layer = architecture.layer_at(params.layers, policy, index)
-        angles = decoder_layer.packed_angles(policy.kinds[index], positions, "float64")
-        attended = []
-
-        def keep(layer, config, x, attended_here, *_, to=attended):
-            to.append((x, attended_here))
-            return x, None
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decoder_layer, "finish", keep)
-            decoder_layer.packed_layer(
-                layer, policy.kinds[index], states[index][None], angles, segments, 16
-            )
-        x, heads = (np.asarray(one[0]) for one in attended[0])
-        x = x + heads @ np.asarray(layer.o).T
-        x = (
-            x
-            / np.sqrt((x**2).mean(-1, keepdims=True) + policy.rms_eps)
-            * np.asarray(layer.mlp_norm)
-        )
-        scores = x @ np.asarray(layer.router).T
-        found.append(np.argsort(-scores)[:, : policy.experts_per_token])
-    return np.stack(found, 1)
-
-
-@pytest.mark.parametrize(
-    "drafter, strategies, data, model",
-    [("none", NO, 1, 1), ("eagle3", WIDE, 1, 2), ("ngram", ONE, 2, 1), ("dspark", MANY, 1, 1)],
-)
-def test_they_do_with_windows_caps_and_factors(x64, drafter, strategies, data, model):
-    caches = [20, 25, 32] if drafter == "none" else [32]
-    engine, weights = speculating(
-        drafter, strategies, data, model, policy=UNUSUAL, slots=5, chunk=3, batch_buckets=[1, 5], cache_buckets=caches
-    )  # fmt: skip
-    cache = engine.programs.shapes[0].target.empty(1, 32)
-    assert [keys.shape[3] for keys in cache.keys] == [11, 40, 11]
-    for setting in (tiny.NUCLEUS, tiny.GREEDY):
-        accepted(engine, weights, setting, UNUSUAL)
-
-
 def accepted(
     engine: Engine, weights: list, setting: Sampling, policy: ModelConfig = tiny.MODEL
 ) -> float:
@@ -426,7 +254,7 @@ def long_engines() -> tuple[identity.Law, list[tuple[Engine, list]]]:
     pairs = [
         (plain, weights),
         speculating("eagle", ["2_1_3", "3_2_7"], adaptive=True, **rest),
-        (sharded, sharded.publish(placed(params, abstract), drafter)),
+        (sharded, sharded.publish(tiny.placed(params, abstract), drafter)),
     ]
     prompts = tiny.LONG_PROMPTS[:32]
     keys = sequence_keys(0, TRAIN_STREAM, 0, np.arange(2 * len(prompts)))

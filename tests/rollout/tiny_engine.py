@@ -81,10 +81,27 @@ def small_pool():
         yield
 
 
-def params_of(engine: Engine, seed: int = 0):
-    return architecture.init(
-        engine.model_config, engine.mesh, jax.random.key(seed), engine.config.model.param_dtype
-    )
+@cache
+def drawn(policy: ModelConfig, seed: int, dtype: str) -> architecture.Params:
+    """New weights of a policy, on the host: one program for all meshes."""
+    key = jax.random.key(seed)
+    return jax.device_get(architecture.init(policy, meshes.make_mesh(1, 1), key, dtype))
+
+
+def params_of(engine: Engine, seed: int = 0) -> architecture.Params:
+    policy, dtype = engine.model_config, engine.config.model.param_dtype
+    abstract = architecture.abstract(policy, engine.mesh, "train", dtype)
+    return placed(drawn(policy, seed, dtype), abstract)
+
+
+def placed(params, abstract):
+    """The same weights on another mesh, where the vocabulary may be padded."""
+
+    def place(leaf, target: jax.ShapeDtypeStruct) -> jax.Array:
+        more = [(0, wanted - size) for wanted, size in zip(target.shape, leaf.shape, strict=True)]
+        return jax.device_put(np.pad(leaf, more) if more else leaf, target.sharding)
+
+    return jax.tree.map(place, params, abstract)
 
 
 def play(
@@ -144,10 +161,7 @@ def reference(
         return transformer.logits(params, policy, x[0, length - 1])[: MODEL.vocab_size]
 
     def logits_of(prefix):
-        return next_logits(
-            jnp.zeros(size, jnp.int32).at[: len(prefix)].set(np.array(prefix, np.int32)),
-            len(prefix),
-        )
+        return next_logits(np.pad(np.int32(prefix), (0, size - len(prefix))), len(prefix))
 
     draw = jax.jit(
         lambda key, t: noise.gumbel(key[None], t[None, None], MODEL.vocab_size, jnp.float64)[0, 0]

@@ -43,9 +43,8 @@ def failing(config, processes: int, index: int, phase: str, nth: int, mark="") -
     [
         (4, "start", 1),
         (2, "resume", 1),
-        (2, "rollout", 1),
         (2, "save_checkpoint", 3),  # with checkpoint.keep 1 the second save deletes something
-        *(pytest.param(2, one, 1, marks=pytest.mark.matrix) for one in ("reward", "update", "eval", "export")),
+        *(pytest.param(2, one, 1, marks=pytest.mark.matrix) for one in ("rollout", "reward", "update", "eval", "export")),
     ],
 )  # fmt: skip
 def test_a_process_that_raises_ends_all_soon_with_who_where_and_why(
@@ -133,13 +132,12 @@ def small_disk(tmp_path):
 
 @pytest.mark.parametrize("kind", ["checkpoints", "completions and events"])
 def test_a_full_disk_is_one_line_that_names_the_folder_what_is_missing_and_the_last_step(
-    kind, configure, tmp_path, small_disk
+    kind, whole, configure, tmp_path, small_disk
 ):
     """Saves fill it, or another program does during a rollout; then it is freed, and the run resumes."""
     every = 1 if kind == "checkpoints" else 2
-    config = configure(
-        tmp_path / "run", {"checkpoint.every": every, "checkpoint.keep": 99, "train.steps": 60}
-    )
+    knobs = {"checkpoint.every": every, "checkpoint.keep": 99, "train.steps": 60}
+    config = configure(tmp_path / "run", FOUR_GROUPS | knobs)  # the programs of `whole`
     config = replace(config, run=str(small_disk / "run"))
     filler = small_disk / "filler"
     with Job(config, place=tmp_path / "run") as job:

@@ -136,8 +136,9 @@ def text_file(path: Path, rows: list[dict]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "least", "depths"), [("eagle3", 0.96, 2), ("dspark", 0.85, 4), ("dflash2", 0.85, 3)]
-)
+    ("kind", "least", "depths"),
+    [("eagle3", 0.96, 2), ("dspark", 0.85, 4), pytest.param("dflash2", 0.85, 3, marks=pytest.mark.matrix)],
+)  # fmt: skip
 def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(
     kind, least, depths, whole, configure, tmp_path, capsys, monkeypatch
 ):
