@@ -42,9 +42,9 @@ def failing(config, processes: int, index: int, phase: str, nth: int, mark="") -
     ("processes", "phase", "nth"),
     [
         (4, "start", 1),
-        (2, "resume", 1),
+        (2, "rollout", 1),
         (2, "save_checkpoint", 3),  # with checkpoint.keep 1 the second save deletes something
-        *(pytest.param(2, one, 1, marks=pytest.mark.matrix) for one in ("rollout", "reward", "update", "eval", "export")),
+        *(pytest.param(2, one, 1, marks=pytest.mark.matrix) for one in ("resume", "reward", "update", "eval", "export")),
     ],
 )  # fmt: skip
 def test_a_process_that_raises_ends_all_soon_with_who_where_and_why(
