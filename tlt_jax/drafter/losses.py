@@ -89,10 +89,10 @@ def eagle_loss(
     def one(states: Array, teacher: Likeliest | None, *hidden: Array) -> list[Scores]:
         """The policy's logits serve all draft steps."""
         logits = head.logits(states)
-        normalizer, top, rest = sums(logits, teacher)
+        normalizer, top, scale = sums(logits, teacher)
         target = logits if head.ids is None else head.drafted(states)
         target, labels = target - normalizer[..., None], label_of(top, head.ids)
-        goal = mixed(target, teacher, rest, head.ids, recipe.teacher_share)
+        goal = mixed(target, teacher, scale, head.ids, recipe.teacher_share)
         return [
             score(target, draft(state, None)[0], top, labels, head.ids, goal=goal)
             for state in hidden
@@ -145,10 +145,10 @@ def block_loss(
     draft, last = draft_logits(params, head, recipe), batch.tokens.shape[1] - 1
 
     def one(policy: tuple, labels: Array, hidden: Array, previous: Array) -> Scores:
-        states, teacher, (normalizer, top, rest) = policy
+        states, teacher, (normalizer, top, scale) = policy
         target = head.drafted(states) - normalizer[..., None]
         logits, confidence = draft(hidden, previous)
-        goal = mixed(target, teacher, rest, head.ids, recipe.teacher_share)
+        goal = mixed(target, teacher, scale, head.ids, recipe.teacher_share)
         return score(target, logits, top, labels, head.ids, True, confidence, goal)
 
     # The policy's logits are computed once for each token of the rows; several positions may predict it.
