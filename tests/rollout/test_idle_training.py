@@ -102,7 +102,7 @@ def same(one, other) -> bool:
         pytest.param("eagle3", 2, 1, marks=pytest.mark.matrix),
         ("eagle", 2, 2),
         pytest.param("eagle3", 1, 1, marks=pytest.mark.matrix),
-        ("dflash2", 1, 1),
+        pytest.param("dflash2", 1, 1, marks=pytest.mark.matrix),
         ("dspark", 2, 1),
         pytest.param("dflash", 2, 2, marks=pytest.mark.matrix),
     ],

@@ -174,7 +174,12 @@ def ids_of(params, policy: ModelConfig, tokens, positions, segments) -> np.ndarr
 
 @pytest.mark.parametrize(
     "drafter, strategies, data, model",
-    [("none", NO, 1, 1), ("eagle3", WIDE, 1, 2), ("ngram", ONE, 2, 1), ("dspark", MANY, 1, 1)],
+    [
+        ("none", NO, 1, 1),
+        ("eagle3", WIDE, 1, 2),
+        ("ngram", ONE, 2, 1),
+        pytest.param("dspark", MANY, 1, 1, marks=pytest.mark.matrix),
+    ],
 )
 def test_they_do_with_windows_caps_and_factors(x64, drafter, strategies, data, model):
     caches = [20, 25, 32] if drafter == "none" else [32]
