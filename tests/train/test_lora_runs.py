@@ -156,6 +156,7 @@ def test_a_drafter_learns_from_the_policy_with_adapters_and_changes_no_bit(
     check_learning(configure, tmp_path, monkeypatch, knobs)
 
 
+@pytest.mark.matrix  # processes train all weights, experts and with environments in the gate
 def test_two_processes_train_the_adapters_of_one(configure, tmp_path):
     """After a warm start of all weights, of which process 0 writes the base, slowly; one of an earlier attempt exists.
 
