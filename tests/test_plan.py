@@ -199,6 +199,23 @@ def test_a_reference_policy_and_longer_evaluations_are_counted_and_their_program
     assert "log-probs" not in [one.name for one in planned_programs.lower(*plain, without)]
 
 
+def test_a_teacher_is_planned_and_the_drafter_that_learns_from_it_reads_its_tokens(tmp_path):
+    plain = plan_of()
+    raw = plain[0].model.init | {"architectures": ["Qwen2ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    more = "--algorithm.teacher.path", str(tmp_path), "--algorithm.teacher.top_k", "8"
+    adaptive = "--speculation.drafter", "adaptive", "--drafter_training.share", "0.5"
+    for share in (0.0, 0.5):
+        whole = plan_of(*more, *adaptive, "--algorithm.teacher.drafter", str(share))
+        found = {one.name: one for one in planned_programs.lower(*whole, budget(*whole))}
+        assert "log-probs of the teacher" in found
+        ids = found["drafter update"].lower.args[2].teacher_ids
+        assert (ids is not None and ids.shape[-1]) == (8 if share else False)
+    assert "log-probs of the teacher" not in [
+        one.name for one in planned_programs.lower(*plain, budget(*plain))
+    ]
+
+
 def test_answers_of_several_turns_plan_whole_conversations_and_the_widest_reply():
     long = "--rollout.max_new_tokens", "470"
     settings, recipe, engine = plan_of(*long, "--environment.path", "module:World")
